@@ -1,0 +1,66 @@
+"""From a micro-batch to the token stream of one rank, and back.
+
+Shapes: a micro-batch tensor is [B, S]; a rank's stream is [1, T] with T = B·S/N, its waves one behind the other, each
+wave position-major: [S/K, rows on this rank].
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_basp.plan import BatchPlan
+
+
+@lru_cache(maxsize=64)
+def _rows_and_positions(plan: BatchPlan, rank: int) -> tuple[Tensor, Tensor]:
+    """The row and the position of every token of the stream, each [T] int64 on the CPU."""
+    rows, positions = [], []
+    for share in plan.shares(rank):
+        here = torch.arange(share.start, share.stop)
+        rows.append(torch.tensor(share.rows).repeat(len(here)))
+        positions.append(here.repeat_interleave(len(share.rows)))
+    return torch.cat(rows), torch.cat(positions)
+
+
+def stream_positions(plan: BatchPlan, rank: int, device: torch.device | str = "cpu") -> Tensor:
+    """The position within its own sequence of every token of the stream, [T] int64."""
+    return _rows_and_positions(plan, rank)[1].to(device, non_blocking=True)
+
+
+def take_stream(plan: BatchPlan, rank: int, batch: Tensor) -> Tensor:
+    """The part of a micro-batch that `rank` works on.
+
+    Args:
+        batch: [B, S] with the plan's B and S.
+
+    Returns:
+        [1, T], contiguous.
+
+    Raises:
+        ValueError: the batch is not of the plan's shape.
+    """
+    expected = (len(plan.lengths), plan.lengths[0])
+    if tuple(batch.shape) != expected:
+        raise ValueError(f"the plan is for a micro-batch of [B, S] = {list(expected)}, got {list(batch.shape)}")
+    rows, positions = _rows_and_positions(plan, rank)
+    flat_index = (rows * batch.shape[1] + positions).to(batch.device, non_blocking=True)
+    return batch.reshape(-1).index_select(0, flat_index)[None]
+
+
+def join_streams(plan: BatchPlan, streams: list[Tensor]) -> Tensor:
+    """The micro-batch whose streams these are: the inverse of `take_stream` over all ranks.
+
+    Args:
+        streams: one tensor [1, T] (or [T]) for each rank of the CP group, in order.
+
+    Returns:
+        [B, S].
+    """
+    batch = streams[0].new_empty(len(plan.lengths), plan.lengths[0])
+    for rank, stream in enumerate(streams):
+        rows, positions = _rows_and_positions(plan, rank)
+        batch[rows.to(batch.device), positions.to(batch.device)] = stream.reshape(-1)
+    return batch

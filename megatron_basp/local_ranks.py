@@ -1,0 +1,98 @@
+"""Several ranks on this machine, forked from a process that has imported everything already.
+
+Importing Megatron takes seconds and half a gigabyte; forked ranks share both. For the demo and the tests: a cluster
+starts its ranks with torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.multiprocessing as mp
+
+Result = TypeVar("Result")
+
+
+class RankFailed(RuntimeError):
+    """A rank raised; the message ends with its traceback, and its log is named."""
+
+
+def run_ranks(function: Callable[[int], Result], ranks: int, log_folder: Path) -> list[Result]:
+    """Call `function(rank)` in `ranks` forked processes with torchrun's environment, and wait for all of them.
+
+    Args:
+        function: called with the rank; what it returns is pickled. `torch.distributed` is not initialized yet.
+        ranks: their number.
+        log_folder: gets `rank0.log` and so on, with what a rank wrote to stdout and stderr.
+
+    Returns:
+        what each rank returned, by rank.
+
+    Raises:
+        RankFailed: a rank raised or died. The others are stopped first.
+    """
+    log_folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        arguments = (function, ranks, port, log_folder, Path(scratch))
+        try:
+            # Daemons end with their parent, and torch asks the kernel to interrupt them should it be killed.
+            mp.start_processes(_run_rank, arguments, nprocs=ranks, daemon=True, start_method="fork")
+        except mp.ProcessRaisedException as error:
+            raise RankFailed(f"{error.msg.strip()}\n(log: {log_folder}/rank{error.error_index}.log)") from None
+        except mp.ProcessExitedException as error:
+            log = log_folder / f"rank{error.error_index}.log"
+            raise RankFailed(f"rank {error.error_index} ended with exit code {error.exit_code} (log: {log})") from None
+        return [pickle.loads((Path(scratch) / str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def _run_rank(
+    rank: int, function: Callable[[int], Any], ranks: int, port: int, log_folder: Path, scratch: Path
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    # The parent handles Ctrl-C, and ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _redirect_output(log_folder / f"rank{rank}.log")
+    # One thread a rank: more than cores, and ranks that wait for each other in collectives starve.
+    torch.set_num_threads(1)
+    result = function(rank)
+    (scratch / str(rank)).write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if torch.distributed.is_initialized():
+        # No rank may leave while another still talks to it.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _redirect_output(log: Path) -> None:
+    """By descriptor, so that what C++ prints goes there too; whatever a test runner put into `sys.stdout` is replaced."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,1 @@
+"""Every contact with Megatron. Nothing outside of this package imports it."""

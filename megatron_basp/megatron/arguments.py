@@ -1,0 +1,156 @@
+"""The flags, and their validation beside Megatron's own.
+
+Everything that can be known from flags is checked before Megatron's `validate_args`, so that bad input gets one line with
+a remedy rather than a bare assertion, on every rank and before any process group exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_basp.errors import ConfigurationError
+from megatron_basp.megatron.refusals import refuse_unsupported
+from megatron_basp.megatron.settings import Settings
+from megatron_basp.plan import Limits
+
+MODES = ("none", "ulysses", "basp")
+
+
+class _Untouched(list):
+    """A default that can be told from the same value given by the user."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `sequence parallelism by groups` flags to Megatron's parser."""
+    group = parser.add_argument_group(
+        "sequence parallelism by groups (megatron_basp)",
+        "Spreads the sequences of a micro-batch over groups of context-parallel ranks: set --context-parallel-size N and "
+        "--micro-batch-size B, and each sequence gets K ranks, N/B where B divides N.",
+    )
+    group.add_argument(
+        "--sequence-parallel-mode",
+        choices=MODES,
+        default="none",
+        help="none: stock Megatron. ulysses: every sequence over all N context-parallel ranks. basp: every sequence over as "
+        "few ranks as the micro-batch allows.",
+    )
+    group.add_argument(
+        "--basp-group-size",
+        type=int,
+        metavar="K",
+        help="ranks that share one sequence. Unset, the planner chooses K for each micro-batch size. K must divide N, "
+        "and N/K must divide the micro-batch size.",
+    )
+    group.add_argument(
+        "--basp-domain-size",
+        type=int,
+        metavar="D",
+        help="devices joined by fast links, where that is not the host's number (an NVLink rack, say). The planner keeps "
+        "groups of K·TP devices inside a domain where it can.",
+    )
+    group.add_argument(
+        "--basp-ledger",
+        type=Path,
+        metavar="FILE",
+        help="write at the end what each rank sent, as JSON: FILE gets the rank before its suffix (ledger.rank0.json).",
+    )
+    parser.set_defaults(cp_comm_type=_Untouched(parser.get_default("cp_comm_type")))
+    return parser
+
+
+def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
+    """Check the flags and take from them what this run's sequence parallelism is; None if it has none.
+
+    Call before Megatron's `validate_args`; it sets nothing.
+
+    Raises:
+        ConfigurationError: one line with the formula, the values and the remedy.
+    """
+    mode = args.sequence_parallel_mode
+    if mode == "none":
+        for name in ("basp_group_size", "basp_domain_size", "basp_ledger"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigurationError(f"{flag} does nothing without --sequence-parallel-mode basp: add it, or drop {flag}")
+        return None
+    refuse_unsupported(args, mode)
+    ranks = args.context_parallel_size
+    if ranks < 2:
+        raise ConfigurationError(
+            f"--sequence-parallel-mode {mode} needs --context-parallel-size N of 2 or more to carve groups out of, got {ranks}"
+        )
+    if not isinstance(args.cp_comm_type, _Untouched):
+        raise ConfigurationError(
+            f"--cp-comm-type (got {' '.join(args.cp_comm_type)}) says how stock context parallelism communicates, which "
+            f"--sequence-parallel-mode {mode} replaces: leave it out"
+        )
+    if mode == "ulysses" and args.basp_group_size not in (None, ranks):
+        raise ConfigurationError(
+            f"--sequence-parallel-mode ulysses is K = N = {ranks}, got --basp-group-size {args.basp_group_size}: use basp"
+        )
+    for name in ("basp_group_size", "basp_domain_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
+    settings = _settings(args, mode, ranks)
+    for batch_size in settings.batch_sizes():
+        settings.plan(batch_size, settings.seq_length)
+    return settings
+
+
+def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
+    batch_size = _positive(args, "micro_batch_size")
+    eval_batch_size = batch_size if args.eval_micro_batch_size is None else _positive(args, "eval_micro_batch_size")
+    seq_length = _positive(args, "seq_length")
+    if seq_length % (2 * ranks):
+        raise ConfigurationError(
+            f"Megatron wants S % (2·N) to be 0 for N context-parallel ranks, got S={seq_length}, N={ranks} and B={batch_size}: "
+            f"the next --seq-length that works is {-(-seq_length // (2 * ranks)) * 2 * ranks}"
+        )
+    tensor_parallel = _positive(args, "tensor_model_parallel_size")
+    heads, kv_heads = _heads_per_rank(args, tensor_parallel)
+    model_ranks = tensor_parallel * args.pipeline_model_parallel_size * ranks
+    if args.world_size % model_ranks:
+        raise ConfigurationError(
+            f"world size % (TP·PP·CP) must be 0, got {args.world_size} ranks and {tensor_parallel}·"
+            f"{args.pipeline_model_parallel_size}·{ranks} = {model_ranks}: start a multiple of {model_ranks} ranks"
+        )
+    data_parallel = args.world_size // model_ranks
+    global_batch_size = args.global_batch_size or batch_size * data_parallel
+    if global_batch_size % (batch_size * data_parallel):
+        raise ConfigurationError(
+            f"global batch size % (B·DP) must be 0, got {global_batch_size}, B={batch_size}, DP={data_parallel}: use a "
+            f"--global-batch-size that is a multiple of {batch_size * data_parallel}"
+        )
+    return Settings(
+        mode=mode,
+        ranks=ranks,
+        limits=Limits(heads, kv_heads, group_size=ranks if mode == "ulysses" else args.basp_group_size),
+        seq_length=seq_length,
+        micro_batch_size=batch_size,
+        eval_micro_batch_size=eval_batch_size,
+        global_batch_size=global_batch_size,
+        data_parallel_size=data_parallel,
+        tensor_model_parallel_size=tensor_parallel,
+        domain_devices=args.basp_domain_size,
+        per_token_loss=args.calculate_per_token_loss,
+        ledger=args.basp_ledger,
+    )
+
+
+def _positive(args: argparse.Namespace, name: str) -> int:
+    value: Any = getattr(args, name)
+    if value is None or value < 1:
+        raise ConfigurationError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+    return value
+
+
+def _heads_per_rank(args: argparse.Namespace, tensor_parallel: int) -> tuple[int, int]:
+    heads = _positive(args, "num_attention_heads")
+    kv_heads = _positive(args, "num_query_groups") if args.group_query_attention else heads
+    if heads % tensor_parallel or (kv_heads % tensor_parallel and kv_heads > tensor_parallel):
+        raise ConfigurationError(
+            f"heads % TP must be 0, got {heads} attention heads, {kv_heads} query groups and TP={tensor_parallel}"
+        )
+    return heads // tensor_parallel, max(1, kv_heads // tensor_parallel)

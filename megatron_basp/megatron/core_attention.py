@@ -1,0 +1,96 @@
+"""BASP's core attention as Megatron builds it, around the kernel that Megatron would have used.
+
+On a GPU with Transformer Engine the kernel is `TEDotProductAttention`, one module for each distinct K because it asserts
+its head counts; else torch's SDPA.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
+from megatron_basp.ledger import Ledger
+from megatron_basp.megatron.runtime import Runtime
+from megatron_basp.plan import PlanHolder
+from megatron_basp.process_groups import SequenceGroups
+
+
+class MegatronBaspAttention(BaspAttention):
+    """Takes the arguments with which Megatron builds a core attention (`core/transformer/attention.py`).
+
+    Args:
+        make_kernel: builds the kernel for one K from that many ranks' share of heads.
+        runtime: the run's groups, plans and ledger.
+    """
+
+    def __init__(
+        self,
+        make_kernel: Callable[..., Kernel],
+        runtime: Runtime,
+        *,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        **kernel_arguments: Any,
+    ) -> None:
+        if attn_mask_type.name != "causal" or attention_type != "self":
+            raise ValueError(
+                f"layer {layer_number}: BASP attention is causal self-attention, got mask type {attn_mask_type.name} and "
+                f"attention type {attention_type}: use --sequence-parallel-mode none"
+            )
+        kernel_arguments.pop("cp_comm_type", None)
+        kernels = {
+            group_size: make_kernel(
+                config=share_of_heads(config, group_size),
+                layer_number=layer_number,
+                attn_mask_type=attn_mask_type,
+                attention_type=attention_type,
+                **kernel_arguments,
+            )
+            for group_size in runtime.settings.group_sizes()
+        }
+        groups: SequenceGroups = runtime.groups
+        plan_holder: PlanHolder = runtime.plan_holder
+        ledger: Ledger = runtime.ledger
+        super().__init__(groups, plan_holder, kernels, ledger, layer_number)
+
+
+def share_of_heads(config: Any, group_size: int) -> Any:
+    """A copy of a TransformerConfig with the heads that one of K ranks attends with: H/K and max(Hkv, K)/K."""
+    tensor_parallel = config.tensor_model_parallel_size
+    kv_heads = config.num_query_groups // tensor_parallel
+    config = copy.copy(config)
+    config.num_attention_heads //= group_size
+    config.num_query_groups = max(kv_heads, group_size) // group_size * tensor_parallel
+    return config
+
+
+def make_sdpa(*, config: Any, softmax_scale: float | None = None, **ignored: Any) -> Kernel:
+    """Torch's scaled dot-product attention; it takes any number of heads, so only the scale is of interest."""
+    return CausalSDPA(softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels))
+
+
+def make_te(te_attention: type[torch.nn.Module]) -> Callable[..., Kernel]:
+    """The maker of Transformer Engine kernels: causal, without a mask, `sbhd`."""
+
+    def make(*, attn_mask_type: Any, **arguments: Any) -> Kernel:
+        module = te_attention(attn_mask_type=attn_mask_type, cp_comm_type=None, **arguments)
+        return _TEKernel(module, attn_mask_type)
+
+    return make
+
+
+class _TEKernel(torch.nn.Module):
+    def __init__(self, attention: torch.nn.Module, attn_mask_type: Any) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attn_mask_type = attn_mask_type
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.attention(query, key, value, None, attn_mask_type=self.attn_mask_type)

@@ -1,0 +1,121 @@
+"""The model's view: no context parallelism, positions from the plan, and core attention that knows better.
+
+After construction the model is walked, because CP = 1 in its configuration switches Megatron's own guards off: a layer
+that kept stock attention would train on, each rank on a part of its sequences, with a plausible loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_basp.attention import BaspAttention
+from megatron_basp.batch import stream_positions
+from megatron_basp.megatron.runtime import Runtime
+from megatron_basp.plan import BatchPlan
+
+# Modules that work on each token by itself, by class name. What is not here, and has no children that are, is refused.
+TOKEN_WISE = frozenset(
+    {
+        # Embeddings, norms, linear layers: core, local, Transformer Engine, Apex.
+        *("VocabParallelEmbedding", "Embedding", "LayerNorm", "RMSNorm", "FusedLayerNorm", "L2Norm", "Dropout", "Identity"),
+        *("ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"),
+        *("TELayerNormColumnParallelLinear", "TENorm", "IdentityOp", "IdentityFuncOp"),
+        # Experts: routing and dispatch take tokens one by one.
+        *("TopKRouter", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "InferenceTopKRouter"),
+        "RotaryEmbedding",
+    }
+)
+CONTAINERS = frozenset(
+    {
+        *("GPTModel", "LanguageModelEmbedding", "TransformerBlock", "TransformerLayer", "MoETransformerLayer", "ModuleList"),
+        *("SelfAttention", "MLP", "MoELayer", "SequentialMLP", "TEGroupedMLP", "GroupedMLP", "SharedExpertMLP"),
+        "StreamRotaryEmbedding",
+    }
+)
+
+
+class StreamRotaryEmbedding(torch.nn.Module):
+    """Megatron's rotary table, a row for each token of this rank's stream.
+
+    Takes the place of a `RotaryEmbedding` in a built model. The inner one makes the table of S positions (its own group
+    is a group of one); the plan says which of them this rank holds, and where.
+    """
+
+    def __init__(self, inner: torch.nn.Module, runtime: Runtime) -> None:
+        super().__init__()
+        self.inner = inner
+        self.plan_holder = runtime.plan_holder
+        self.cp_rank = runtime.groups.cp_rank
+        self._latest: tuple[BatchPlan, Tensor] | None = None
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return self.inner.get_rotary_seq_len(*args, **kwargs)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """[T, 1, 1, dim], the signature of `core/models/common/embeddings/rotary_pos_embedding.py`."""
+        plan = self.plan_holder.plan
+        if max_seq_len != plan.tokens or offset or packed_seq or cp_group is not None:
+            raise ValueError(
+                f"rotary positions are planned for a stream of {plan.tokens} tokens, and the model asked for "
+                f"{max_seq_len} (offset {offset}, packed {packed_seq}, group {cp_group})"
+            )
+        if self._latest is None or self._latest[0] is not plan:
+            table = self.inner(plan.lengths[0])
+            self._latest = (plan, table[stream_positions(plan, self.cp_rank, table.device)])
+        return self._latest[1]
+
+
+def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtime) -> tuple[Any, Any]:
+    """Copies of a model's configuration and groups in which context parallelism is off; the originals stay as they are,
+    since schedules, data-parallel wrapper and optimizer need them."""
+    if config.context_parallel_size != runtime.settings.ranks:
+        raise ValueError(
+            f"the model's configuration has context_parallel_size={config.context_parallel_size}, and the run was planned "
+            f"for --context-parallel-size {runtime.settings.ranks}"
+        )
+    config, pg_collection = copy.copy(config), copy.copy(pg_collection)
+    config.context_parallel_size = 1
+    pg_collection.cp = runtime.groups.alone
+    return config, pg_collection
+
+
+def read_positions_from_plan(model: torch.nn.Module, runtime: Runtime) -> None:
+    """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)"""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__ == "RotaryEmbedding":
+                setattr(module, name, StreamRotaryEmbedding(child, runtime))
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Make sure that nothing in a built model mixes tokens but BASP attention.
+
+    Raises:
+        ValueError: names the module, its class and what to do.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if name.endswith("core_attention") and not isinstance(module, BaspAttention):
+            raise ValueError(
+                f"{name} is {kind}, not BASP attention: its ranks would attend to a part of each sequence only. Layers that "
+                f"name their own attention (--spec, heterogeneous, hybrid) are not supported"
+            )
+        if isinstance(module, BaspAttention) or kind in TOKEN_WISE or kind in CONTAINERS:
+            continue
+        if _is_inside_token_wise(model, name):
+            continue
+        raise ValueError(
+            f"{name or 'the model'} is {kind}, which is not known to work on each token by itself: in a stream of several "
+            f"sequences it could mix them. If it does not, it belongs in TOKEN_WISE of megatron_basp/megatron/model.py"
+        )
+
+
+def _is_inside_token_wise(model: torch.nn.Module, name: str) -> bool:
+    """Whether some parent is token-wise as a whole (a wrapped norm holds another module)."""
+    parts = name.split(".")
+    parents = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return any(type(model.get_submodule(parent)).__name__ in TOKEN_WISE for parent in parents)

@@ -1,0 +1,62 @@
+"""What has to change inside Megatron so that it trains without CUDA; the rest of it is in `megatron_basp.cpu`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_basp.megatron.seam import replace
+
+
+def install() -> None:
+    """Called by `megatron_basp.cpu.install`, after torch was patched."""
+    # `initialize_megatron` asserts CUDA unless told otherwise, and `pretrain` has no way to tell it.
+    replace(
+        "megatron.training.initialize:initialize_megatron",
+        ["allow_no_cuda"],
+        lambda original: functools.partial(original, allow_no_cuda=True),
+        also_in=["megatron.training", "megatron.training.training"],
+    )
+    # The default backend of `--distributed-backend` is nccl.
+    replace(
+        "megatron.training.arguments:add_megatron_arguments",
+        ["parser"],
+        _with_gloo_as_default_backend,
+    )
+    # The warm-up of fused functions draws from the CUDA generator, here the only one there is, and as many numbers as
+    # S/CP asks for: runs that differ in CP would start from different random states.
+    replace(
+        "megatron.training.initialize:set_jit_fusion_options",
+        ["tp_size"],
+        lambda original: lambda tp_size=None: None,
+        also_in=["megatron.training.training"],
+    )
+    # The wheel brings the compiled helper, not the Makefile that would compile it.
+    replace("megatron.core.datasets.utils:compile_helpers", [], lambda original: lambda: None)
+    # Token dispatchers want split sizes on the host, and take them there only if `tensor.is_cuda`.
+    replace(
+        "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        ["tensor", "as_numpy"],
+        _split_sizes_on_the_host,
+        also_in=["megatron.core.transformer.moe.token_dispatcher"],
+    )
+
+
+def _with_gloo_as_default_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = original(parser)
+        parser.set_defaults(distributed_backend="gloo")
+        return parser
+
+    return add_megatron_arguments
+
+
+def _split_sizes_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        tensor = original(tensor, as_numpy, record_stream)
+        return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
+
+    return maybe_move_tensor_to_cpu

@@ -1,0 +1,110 @@
+"""Which of Megatron's features sequence-parallel modes refuse, and why: nothing is silently ignored.
+
+A feature leaves this list together with the end-to-end test that shows it to be exact.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_basp.errors import ConfigurationError
+
+
+class Refusal(NamedTuple):
+    """name: the argument. allowed: whether its value is fine. why: reason and remedy."""
+
+    name: str
+    allowed: Callable[[Any], bool]
+    why: str
+
+
+def _unset(value: Any) -> bool:
+    return value in (None, False, [], 0)
+
+
+def _one(value: Any) -> bool:
+    return value in (None, 1)
+
+
+_NOT_PROVEN = "not shown to be exact yet; leave it out, or use --sequence-parallel-mode none"
+_OTHER_BATCH = "its batches are not [B, S] rows of one length, which is what is planned; use --sequence-parallel-mode none"
+_OTHER_MIXING = "it mixes along the sequence without core attention, so ranks would miss each other's tokens"
+
+REFUSALS = (
+    # Data and batches.
+    Refusal("rampup_batch_size", _unset, "Megatron parses it and ignores it; use --step-batch-size-schedule"),
+    Refusal("hybrid_context_parallel", _unset, "it re-plans the context-parallel group itself; use one or the other"),
+    Refusal("hierarchical_context_parallel_sizes", _unset, "groups are carved by the plan instead; leave it out"),
+    Refusal("sft", _unset, _OTHER_BATCH),
+    Refusal("dataloader_inter_document_masking", _unset, _OTHER_BATCH),
+    Refusal("reset_attention_mask", _unset, "attention is causal over the whole row, so the mask would be ignored; leave it out"),
+    Refusal("perform_rl_step", _unset, _OTHER_BATCH),
+    Refusal("yaml_cfg", _unset, "its arguments bypass this validation; pass flags"),
+    # Layers.
+    Refusal("spec", _unset, "layers that bring their own attention would train without the exchange; leave it out"),
+    Refusal("heterogeneous_layers_config_path", _unset, "its layers name their own attention; leave it out"),
+    Refusal("heterogeneous_layers_config_encoded_json", _unset, "its layers name their own attention; leave it out"),
+    Refusal("hybrid_layer_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
+    Refusal("hybrid_override_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
+    Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
+    Refusal("mtp_num_layers", _unset, f"multi-token prediction needs tokens of the next rank; {_NOT_PROVEN}"),
+    Refusal("multi_latent_attention", _unset, _NOT_PROVEN),
+    Refusal("window_size", _unset, f"sliding windows would be replaced by full causal attention; {_NOT_PROVEN}"),
+    Refusal("softmax_type", lambda value: value in (None, "vanilla"), f"attention sinks; {_NOT_PROVEN}"),
+    Refusal("qk_clip", _unset, _NOT_PROVEN),
+    Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
+    Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),
+    Refusal(
+        "position_embedding_type",
+        lambda value: value in ("rope", "learned_absolute", "none"),
+        "only rope, learned_absolute and none are supported",
+    ),
+    Refusal("transformer_impl", lambda value: value in ("local", "transformer_engine"), "use local or transformer_engine"),
+    Refusal("attention_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
+    Refusal("hidden_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
+    # Experts.
+    Refusal("expert_model_parallel_size", _one, _NOT_PROVEN),
+    Refusal(
+        "moe_router_load_balancing_type",
+        lambda value: set([value] if isinstance(value, str) else value or []) <= {"aux_loss", "none"},
+        f"only aux_loss and none are supported; others are {_NOT_PROVEN}",
+    ),
+    Refusal("moe_expert_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"),
+    Refusal("moe_expert_rank_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"),
+    Refusal("moe_input_jitter_eps", _unset, f"noise of ranks that share a sequence; {_NOT_PROVEN}"),
+    Refusal("moe_router_enable_expert_bias", _unset, _NOT_PROVEN),
+    Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
+    # Parallelism and precision.
+    Refusal("sequence_parallel", _unset, f"tensor-parallel sequence parallelism; {_NOT_PROVEN}"),
+    Refusal("use_megatron_fsdp", _unset, _NOT_PROVEN),
+    Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
+    Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
+    Refusal("use_tp_pp_dp_mapping", _unset, _NOT_PROVEN),
+    Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
+    Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
+    Refusal("num_distributed_optimizer_instances", _one, _NOT_PROVEN),
+    Refusal("fp8", _unset, _NOT_PROVEN),
+    Refusal("fp4", _unset, _NOT_PROVEN),
+    Refusal("cuda_graph_impl", lambda value: value in (None, "none"), f"CUDA graphs; {_NOT_PROVEN}"),
+    Refusal("enable_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
+    Refusal("external_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
+    Refusal("cpu_offloading_num_layers", _unset, _NOT_PROVEN),
+    Refusal("fine_grained_activation_offloading", _unset, _NOT_PROVEN),
+    Refusal("logits_save_dir", _unset, "it writes logits in the order of stock context parallelism; leave it out"),
+    Refusal("logits_load_dir", _unset, "it reads logits in the order of stock context parallelism; leave it out"),
+)
+
+
+def refuse_unsupported(args: Namespace, mode: str) -> None:
+    """Raise `ConfigurationError` for the first argument whose feature is not supported.
+
+    Raises:
+        AttributeError: this Megatron has no such argument, so that what it stood for may have another name.
+    """
+    for name, allowed, why in REFUSALS:
+        value = getattr(args, name)
+        if not allowed(value):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {why}")

@@ -1,0 +1,63 @@
+"""What a run is going to do, in one table at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_basp.megatron.settings import Settings
+from megatron_basp.plan import BatchPlan
+from megatron_basp.process_groups import aligned_blocks
+
+
+def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, object]) -> None:
+    """Print the table of a run; for rank 0.
+
+    Args:
+        cp_groups: global ranks of every CP group.
+        domain_of_rank: which fast domain each global rank is in.
+    """
+    table = Table(title=f"sequence parallelism by groups: {settings.mode}", show_header=False, title_justify="left")
+    samples, data_parallel = settings.global_batch_size, settings.data_parallel_size
+    accumulation = samples // (settings.micro_batch_size * data_parallel)
+    table.add_row("context-parallel ranks N", str(settings.ranks))
+    table.add_row("samples an iteration", f"{samples} = B {settings.micro_batch_size} · DP {data_parallel} · {accumulation} micro-batches")
+    for batch_size in settings.batch_sizes():
+        plan = settings.plan(batch_size, settings.seq_length)
+        use = "training" if batch_size == settings.micro_batch_size else "evaluation"
+        table.add_section()
+        table.add_row(f"micro-batch B, {use}", f"{batch_size} sequences of S = {settings.seq_length} tokens")
+        table.add_row("tokens a rank T", f"{plan.tokens} = B·S/N")
+        for wave in plan.waves:
+            table.add_row(f"  {len(wave.rows)} sequences at K = {wave.group_size}", _groups(wave.group_size, cp_groups, domain_of_rank, settings))
+        table.add_row("plain Megatron flags that do the same", plain_flags(plan) or "none: sequences get different numbers of ranks")
+    Console(width=120).print(table)
+
+
+def _groups(
+    group_size: int, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, object], settings: Settings
+) -> str:
+    blocks = [block for cp_ranks in cp_groups for block in aligned_blocks(cp_ranks, group_size)]
+    number = f"g = {settings.ranks // group_size} groups a CP group: ranks {', '.join(str(list(block)) for block in blocks[:4])}"
+    more = f" and {len(blocks) - 4} more" if len(blocks) > 4 else ""
+    if group_size == 1:
+        return f"{number}{more}; nothing is exchanged"
+    domain = "host" if settings.domain_devices is None else f"domain of {settings.domain_devices} devices"
+    within = sum(len({domain_of_rank[rank] for rank in block}) == 1 for block in blocks)
+    where = f"each inside one {domain}" if within == len(blocks) else f"{len(blocks) - within} of {len(blocks)} cross a {domain}'s border"
+    return f"{number}{more}; {where}"
+
+
+def plain_flags(plan: BatchPlan) -> str | None:
+    """The flags of stock Megatron that spread the same sequences over the same ranks, where there are such.
+
+    One wave at K with B rows is CP = K, micro-batch B·K/N and N/K times the data parallelism.
+    """
+    if len(plan.waves) > 1:
+        return None
+    group_size = plan.waves[0].group_size
+    rows = len(plan.lengths) * group_size // plan.ranks
+    flags = f"--context-parallel-size {group_size} --micro-batch-size {rows}"
+    return flags if group_size == 1 else f"{flags} --cp-comm-type a2a"

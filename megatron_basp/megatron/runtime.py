@@ -1,0 +1,60 @@
+"""What the hooks of one process share: made once by `install`, filled as Megatron starts, passed to what needs it."""
+
+from __future__ import annotations
+
+from megatron_basp.ledger import Ledger
+from megatron_basp.megatron.settings import Settings
+from megatron_basp.plan import BatchPlan, PlanHolder
+from megatron_basp.process_groups import SequenceGroups
+
+
+class Runtime:
+    """Settings from the arguments, groups from the start of model parallelism, the plan of the current call.
+
+    settings: None until arguments are validated; a run without a sequence-parallel mode leaves it None, and the hooks do
+        nothing.
+    groups: None outside of Megatron's model parallelism.
+    first_step_checked: whether the exchanges of a first step were counted and found right.
+    """
+
+    def __init__(self) -> None:
+        self._settings: Settings | None = None
+        self._groups: SequenceGroups | None = None
+        self._plans: dict[tuple[int, int], BatchPlan] = {}
+        self.plan_holder = PlanHolder()
+        self.ledger = Ledger()
+        self.first_step_checked = False
+
+    @property
+    def is_active(self) -> bool:
+        return self._settings is not None
+
+    @property
+    def settings(self) -> Settings:
+        assert self._settings is not None, "settings are there once a sequence-parallel mode was asked for"
+        return self._settings
+
+    def set_settings(self, settings: Settings | None) -> None:
+        self._settings = settings
+        self._plans.clear()
+
+    @property
+    def groups(self) -> SequenceGroups:
+        if self._groups is None:
+            raise RuntimeError("there are no sequence groups: Megatron's model parallelism is not initialized")
+        return self._groups
+
+    def set_groups(self, groups: SequenceGroups) -> None:
+        self._groups = groups
+
+    def destroy_groups(self) -> None:
+        if self._groups is not None:
+            self._groups.destroy()
+            self._groups = None
+
+    def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:
+        """The plan for B rows of S tokens; the same object for the same shape."""
+        shape = (micro_batch_size, seq_length)
+        if shape not in self._plans:
+            self._plans[shape] = self.settings.plan(*shape)
+        return self._plans[shape]

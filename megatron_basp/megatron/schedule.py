@@ -1,0 +1,141 @@
+"""One call of Megatron's forward-backward schedule under a plan: batch, shapes, loss, and the check that it happened.
+
+The schedule call says which micro-batch size and length are coming, so the plan is set there, for the length of the call;
+the batch's own shape is held against it. Training, evaluation, recompute and every pipeline stage see the same one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_basp.attention import BaspAttention
+from megatron_basp.batch import take_stream
+from megatron_basp.ledger import Exchange
+from megatron_basp.megatron.runtime import Runtime
+from megatron_basp.plan import BatchPlan
+
+
+class PlannedSchedule:
+    """A forward-backward function of Megatron's that runs under the plan of its micro-batches.
+
+    A rank's share of B rows of S tokens is one row of T = B·S/N, so Megatron is told of one row of B·S tokens: it divides
+    by N and allocates its pipeline buffers for T.
+    """
+
+    def __init__(self, runtime: Runtime, forward_backward_func: Callable[..., Any]) -> None:
+        self.runtime = runtime
+        self.forward_backward_func = forward_backward_func
+
+    def __call__(
+        self, *, forward_step_func: Callable[..., Any], micro_batch_size: int, seq_length: int, **arguments: Any
+    ) -> Any:
+        runtime = self.runtime
+        plan = runtime.plan(micro_batch_size, seq_length)
+        before = Counter(runtime.ledger.collectives)
+        runtime.plan_holder.set(plan)
+        try:
+            result = self.forward_backward_func(
+                forward_step_func=with_rescaled_loss(forward_step_func, runtime),
+                micro_batch_size=1,
+                seq_length=seq_length * micro_batch_size,
+                **arguments,
+            )
+        finally:
+            runtime.plan_holder.set(None)
+        if not runtime.first_step_checked:
+            counted = Counter(runtime.ledger.collectives)
+            counted.subtract(before)
+            check_exchanges(plan, attention_layers(arguments["model"]), arguments["num_microbatches"], counted)
+            runtime.first_step_checked = True
+        return result
+
+
+def attention_layers(model: Any) -> Iterator[BaspAttention]:
+    """The core attentions of a model, or of a list of model chunks."""
+    for chunk in model if isinstance(model, list) else [model]:
+        yield from (module for module in chunk.modules() if isinstance(module, BaspAttention))
+
+
+def check_exchanges(
+    plan: BatchPlan, layers: Iterator[BaspAttention], microbatches: int, counted: Counter[Exchange]
+) -> None:
+    """Each layer must have exchanged once for each micro-batch and wave with K > 1, or twice where it is recomputed.
+
+    Raises:
+        RuntimeError: a layer did not; its attention saw a part of each sequence only.
+    """
+    waves = Counter(wave.group_size for wave in plan.waves if wave.group_size > 1)
+    for layer in layers:
+        for group_size, number in waves.items():
+            expected = number * microbatches
+            found = counted[Exchange(layer.layer, "qkv", "forward", group_size)]
+            if found not in (expected, 2 * expected):
+                raise RuntimeError(
+                    f"layer {layer.layer} exchanged {found} times in groups of {group_size} in its first step, and should "
+                    f"have {expected} times (twice that with recompute) for {microbatches} micro-batches: attention did "
+                    f"not see whole sequences"
+                )
+
+
+def stream_of_batch(runtime: Runtime, batch: dict[str, Any]) -> dict[str, Any]:
+    """This rank's stream of every [B, S] tensor of the batch, in place of Megatron's zig-zag slices.
+
+    Outside of a schedule call (skipped iterations drain the loader) the plan follows from the shape alone.
+
+    Raises:
+        ValueError: the batch is not what was planned, or has something that would be ignored.
+    """
+    for key in ("attention_mask", "cu_seqlens"):
+        if batch.get(key) is not None:
+            raise ValueError(f"the batch has {key}, which sequence parallelism by groups would ignore: leave it out")
+    shape = next((tuple(batch[key].shape) for key in ("tokens", "labels") if batch.get(key) is not None), None)
+    if shape is None:
+        raise ValueError("the batch has neither tokens nor labels")
+    plan = runtime.plan_holder.plan if runtime.plan_holder.is_set else runtime.plan(*shape)
+    for key, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            batch[key] = take_stream(plan, runtime.groups.cp_rank, value)
+    return batch
+
+
+def with_rescaled_loss(forward_step_func: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """The forward step, with a loss function that keeps the objective what one process computes.
+
+    Without `--calculate-per-token-loss` Megatron divides a rank's summed loss by that rank's own count n of tokens and
+    averages over the N ranks (`forward_step_calc_loss` in `core/pipeline_parallel/schedules.py`). Where masks differ
+    between ranks that is not the mean over the micro-batch. Scaled by n·N/Σn beforehand it is: the mean over ranks of
+    (loss·n·N/Σn)/n is Σloss/Σn. With the flag Megatron divides by the global count already.
+    """
+
+    def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        output, loss_func = forward_step_func(*args, **kwargs)
+        return output, _rescaled(loss_func, runtime)
+
+    return forward_step
+
+
+def _rescaled(loss_func: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    def rescaled_loss_func(output_tensor: Tensor, **kwargs: Any) -> Any:
+        result = loss_func(output_tensor, **kwargs)
+        if kwargs.get("non_loss_data"):
+            return result
+        if len(result) != 3:
+            raise ValueError(
+                f"the loss function returned {len(result)} values; with two, Megatron averages over ranks whatever their "
+                f"token counts are, which is another objective: return (summed loss, number of tokens, report)"
+            )
+        loss, num_tokens, report = result
+        if not runtime.settings.per_token_loss:
+            total = num_tokens.detach().to(torch.int64).clone()
+            dist.all_reduce(total, group=runtime.groups.cp_group)
+            share = num_tokens.double() * runtime.settings.ranks / total.clamp(min=1)
+            loss = loss * share.to(loss.dtype)
+        return loss, num_tokens, report
+
+    return rescaled_loss_func

@@ -1,0 +1,64 @@
+"""How Megatron is touched: one function that replaces another, after it made sure that it is the one it knows."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class MegatronMismatch(RuntimeError):
+    """A hook's target is missing or has another signature than this version of the plugin was written for."""
+
+
+def megatron_version() -> str:
+    from megatron.core.package_info import __version__
+
+    return __version__
+
+
+def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequence[str] = ()) -> None:
+    """Replace a function or method of Megatron.
+
+    Args:
+        target: `module:name` or `module:Class.name`.
+        parameters: names that the target must accept; a hook relies on these.
+        make: gets the original, returns what takes its place.
+        also_in: modules that imported the function by name, and hold a reference of their own.
+
+    Raises:
+        MegatronMismatch: the target is not there, or does not take the parameters, or a module in `also_in` holds
+            something else under its name.
+    """
+    module_name, _, path = target.partition(":")
+    owner_path, _, name = path.rpartition(".")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for part in filter(None, owner_path.split(".")):
+            owner = getattr(owner, part)
+        original = getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise _mismatch(target, str(error)) from error
+    accepted = inspect.signature(original).parameters
+    missing = [parameter for parameter in parameters if parameter not in accepted]
+    if missing:
+        raise _mismatch(target, f"it takes no parameter {', '.join(missing)}")
+    holders = [owner]
+    for other in also_in:
+        module = importlib.import_module(other)
+        if getattr(module, name, None) is not original:
+            raise _mismatch(target, f"{other} does not hold the same {name}")
+        holders.append(module)
+    replacement = make(original)
+    for holder in holders:
+        setattr(holder, name, replacement)
+
+
+def _mismatch(target: str, what: str) -> MegatronMismatch:
+    return MegatronMismatch(
+        f"megatron_basp hooks {target}, and in Megatron-Core {megatron_version()} {what}: use megatron-core 0.19.x, or a "
+        f"release of megatron_basp made for this version"
+    )

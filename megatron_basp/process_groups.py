@@ -1,0 +1,86 @@
+"""The groups that ranks share a sequence in: rank lists first (pure), then the process groups.
+
+Every rank of the world creates every group, in the same order, so that no two ranks wait for each other in different
+ones. Their number depends on the CP groups and on the K that plans can choose, never on layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+NewGroup = Callable[[list[int], str], dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class SequenceGroups:
+    """This rank's place.
+
+    cp_group: this rank's CP group of N, Megatron's own.
+    cp_rank: this rank's index in it (not its global rank).
+    by_size: for each K > 1 that plans may choose, the group of K that this rank is in.
+    alone: the group of this rank only; what the model takes for its context-parallel group.
+    """
+
+    cp_group: dist.ProcessGroup
+    cp_rank: int
+    by_size: Mapping[int, dist.ProcessGroup]
+    alone: dist.ProcessGroup
+
+    def destroy(self) -> None:
+        """Give the communicators back, but for the CP group, which is Megatron's to destroy."""
+        for group in [*self.by_size.values(), self.alone]:
+            if group is not self.cp_group:
+                dist.destroy_process_group(group)
+
+
+def aligned_blocks(cp_ranks: Sequence[int], group_size: int) -> list[tuple[int, ...]]:
+    """The groups of K ranks of one CP group: consecutive, disjoint, covering it."""
+    if len(cp_ranks) % group_size:
+        raise ValueError(f"N % K must be 0, got N={len(cp_ranks)} and K={group_size}")
+    return [tuple(cp_ranks[i : i + group_size]) for i in range(0, len(cp_ranks), group_size)]
+
+
+def aligned_domain_size(cp_groups: Iterable[Sequence[int]], domain_of_rank: Mapping[int, object]) -> int:
+    """The largest D such that every aligned block of D ranks, in every CP group, lies in one fast domain.
+
+    Args:
+        cp_groups: global ranks of each CP group; all of the same size N.
+        domain_of_rank: for each global rank something that its domain has and others have not, such as a host name.
+    """
+    cp_groups = list(cp_groups)
+    size = len(cp_groups[0])
+    for domain_size in sorted((d for d in range(1, size + 1) if size % d == 0), reverse=True):
+        blocks = [block for cp_ranks in cp_groups for block in aligned_blocks(cp_ranks, domain_size)]
+        if all(len({domain_of_rank[rank] for rank in block}) == 1 for block in blocks):
+            return domain_size
+    raise AssertionError("a block of one rank lies in one domain")
+
+
+def create_sequence_groups(
+    cp_groups: Sequence[Sequence[int]], group_sizes: Iterable[int], cp_group: dist.ProcessGroup, new_group: NewGroup
+) -> SequenceGroups:
+    """Create the groups. Collective over the whole world, with the same arguments (but for `cp_group`) everywhere.
+
+    Args:
+        cp_groups: global ranks of every CP group of the world, in an order that all ranks agree on.
+        group_sizes: the K that plans can choose.
+        cp_group: this rank's own CP group; serves K = N, so that no second communicator is made for it.
+        new_group: makes a group from global ranks and a description.
+    """
+    here = dist.get_rank()
+    by_size: dict[int, dist.ProcessGroup] = {}
+    for group_size in sorted(set(group_sizes) - {1}):
+        if group_size == cp_group.size():
+            by_size[group_size] = cp_group
+            continue
+        for other_cp_ranks in cp_groups:
+            for block in aligned_blocks(other_cp_ranks, group_size):
+                group = new_group(list(block), f"BASP_SEQUENCE_GROUP_OF_{group_size}")
+                if here in block:
+                    by_size[group_size] = group
+    # Made by its only member: a group of one needs nobody else, and a world of them would take the world's time.
+    alone = dist.new_group([here], use_local_synchronization=True, group_desc="BASP_GROUP_OF_ONE")
+    return SequenceGroups(cp_group, cp_group.rank(), by_size, alone)
