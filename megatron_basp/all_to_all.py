@@ -47,7 +47,9 @@ class ExchangeGroup:
         return self.tokens_per_rank[self.group.rank()]
 
 
-def sequence_to_heads(query: Tensor, key: Tensor, value: Tensor, where: ExchangeGroup) -> tuple[Tensor, Tensor, Tensor]:
+def sequence_to_heads(
+    query: Tensor, key: Tensor, value: Tensor, where: ExchangeGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens of the group, for this rank's share of the heads; q, k and v each in a tensor of its own."""
     return _SequenceToHeads.apply(query, key, value, where)
 
@@ -58,11 +60,12 @@ def heads_to_sequence(output: Tensor, where: ExchangeGroup) -> Tensor:
 
 
 class _SequenceToHeads(torch.autograd.Function):
-    """Forward is a permutation P of elements across ranks, after each key-value head was copied r = max(1, K/Hkv) times.
+    """Forward is a permutation P of elements across ranks, after each KV head was copied r = max(1, K/Hkv) times.
 
-    The transpose of a permutation is its inverse, so the gradient of P is the exchange the other way round, which is what
-    `_exchange_to_sequence` does; the transpose of a copy is a sum, so the gradient of a key-value head is the sum over
-    its r copies. Both are linear in the incoming gradient and nothing of the forward is needed but the shapes.
+    The transpose of a permutation is its inverse, so the gradient of P is the exchange the other way round, which is
+    what `_exchange_to_sequence` does; the transpose of a copy is a sum, so the gradient of a key-value head is the
+    sum over its r copies. Both are linear in the incoming gradient and nothing of the forward is needed but the
+    shapes.
     """
 
     @staticmethod
@@ -87,7 +90,8 @@ class _SequenceToHeads(torch.autograd.Function):
 
 
 class _HeadsToSequence(torch.autograd.Function):
-    """Forward is a permutation of elements across ranks; its transpose, hence its gradient, is the inverse exchange."""
+    """Forward is a permutation of elements across ranks; its transpose, hence its gradient, is the inverse
+    exchange."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, where: ExchangeGroup) -> Tensor:
@@ -133,7 +137,8 @@ def _exchange_to_heads(x: Tensor, where: ExchangeGroup, operation: str, directio
 
 
 def _exchange_to_sequence(x: Tensor, where: ExchangeGroup, operation: str, direction: Direction) -> Tensor:
-    """The tokens of rank j in x [Σ, c] go to rank j; what arrives is [K, t, c]. The inverse of `_exchange_to_heads`."""
+    """The tokens of rank j in x [Σ, c] go to rank j; what arrives is [K, t, c]. The inverse of
+    `_exchange_to_heads`."""
     # Contiguous before anything is allocated "like" it: a strided gradient read as if it were contiguous is a silently
     # wrong gradient.
     x = x.contiguous()

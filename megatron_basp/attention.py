@@ -43,7 +43,8 @@ class BaspAttention(torch.nn.Module):
         super().__init__()
         self.groups = groups
         self.plan_holder = plan_holder
-        # A plain dict: kernels hold no parameters, and registered ones would add keys to checkpoints that stock has not.
+        # A plain dict: kernels hold no parameters, and registered ones would add keys to checkpoints that stock has
+        # not.
         self.kernels = dict(kernels)
         self.ledger = ledger
         self.layer = layer
@@ -75,7 +76,9 @@ class BaspAttention(torch.nn.Module):
         if attn_mask_type is not None and attn_mask_type.name != "causal":
             refused.append(f"the mask type {attn_mask_type.name}")
         if refused:
-            raise ValueError(f"layer {self.layer}: {' and '.join(refused)} would be ignored: BASP attention is causal only")
+            raise ValueError(
+                f"layer {self.layer}: {' and '.join(refused)} would be ignored: BASP attention is causal only"
+            )
         return self._attend(query, key, value)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -83,8 +86,8 @@ class BaspAttention(torch.nn.Module):
         tokens, batch = query.shape[:2]
         if (tokens, batch) != (plan.tokens, 1):
             raise ValueError(
-                f"a rank's stream is [T, 1] with T = B·S/N = {plan.tokens}, got {[tokens, batch]}: this attention was handed "
-                f"something else than the batch that was planned"
+                f"a rank's stream is [T, 1] with T = B·S/N = {plan.tokens}, got {[tokens, batch]}: this attention was "
+                f"handed something else than the batch that was planned"
             )
         shares = plan.shares(self.groups.cp_rank)
         counts = [share.tokens for share in shares]

@@ -1,8 +1,8 @@
 """Megatron without CUDA: for tests, demos and laptops.
 
 `install()` answers, on the CPU, the calls to `torch.cuda` that Megatron makes without asking whether there is a GPU.
-`torch.cuda.is_available()` stays False: torch's own code trusts it. Each patch stands under the reason for it; what has
-to change inside Megatron is in `megatron_basp.megatron.on_cpu`.
+`torch.cuda.is_available()` stays False: torch's own code trusts it. Each patch stands under the reason for it; what
+has to change inside Megatron is in `megatron_basp.megatron.on_cpu`.
 
 Install before Megatron is imported: `megatron.core.tensor_parallel.random` binds `torch.cuda._lazy_call` when it is
 imported, and the real one would queue the seeding of the generators for ever, silently.
@@ -23,11 +23,11 @@ import torch
 _CPU = torch.device("cpu")
 
 # Every factory that Megatron calls with `device="cuda"` or a device index. The methods too, for `x.new_empty(…)`.
-_FACTORIES = (
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand rand_like randint randn randn_like "
-    "randperm tensor zeros zeros_like"
-).split()
-_TENSOR_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros".split()
+_FACTORIES = [
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+]
+_TENSOR_FACTORIES = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 
 def install(force: bool = False) -> None:
@@ -166,7 +166,10 @@ def _make_streams_no_ops() -> None:
     cuda.device = lambda device: contextlib.nullcontext()
     cuda.synchronize = lambda device=None: None
     cuda.nvtx = SimpleNamespace(
-        range_push=lambda message: None, range_pop=lambda: None, mark=lambda message: None, range=contextlib.nullcontext
+        range_push=lambda message: None,
+        range_pop=lambda: None,
+        mark=lambda message: None,
+        range=contextlib.nullcontext,
     )
 
 

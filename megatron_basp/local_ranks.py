@@ -14,19 +14,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-
-Result = TypeVar("Result")
 
 
 class RankFailed(RuntimeError):
     """A rank raised; the message ends with its traceback, and its log is named."""
 
 
-def run_ranks(function: Callable[[int], Result], ranks: int, log_folder: Path) -> list[Result]:
+def run_ranks[Result](function: Callable[[int], Result], ranks: int, log_folder: Path) -> list[Result]:
     """Call `function(rank)` in `ranks` forked processes with torchrun's environment, and wait for all of them.
 
     Args:
@@ -82,7 +80,8 @@ def _run_rank(
 
 
 def _redirect_output(log: Path) -> None:
-    """By descriptor, so that what C++ prints goes there too; whatever a test runner put into `sys.stdout` is replaced."""
+    """By descriptor, so that what C++ prints goes there too; whatever a test runner put into `sys.stdout` is
+    replaced."""
     sys.stdout.flush()
     sys.stderr.flush()
     with log.open("wb") as file:

@@ -1,12 +1,12 @@
 """Which ranks share which sequence of a micro-batch.
 
-Letters, here and everywhere: N ranks in the context-parallel (CP) group, B sequences ("rows") in a micro-batch, S tokens
-in a row, K ranks that share one row, g = N/K groups side by side, T = B·S/N tokens on a rank, H query heads, Hkv
-key-value heads (both per tensor-parallel rank), d head size.
+Letters, here and everywhere: N ranks in the context-parallel (CP) group, B sequences ("rows") in a micro-batch, S
+tokens in a row, K ranks that share one row, g = N/K groups side by side, T = B·S/N tokens on a rank, H query heads,
+Hkv key-value heads (both per tensor-parallel rank), d head size.
 
 A plan is a list of *waves*. A wave is some rows and a K; its rows are dealt out to g aligned groups of K ranks, every
-group gets the same number of them, and inside a group each rank holds one contiguous K-th of every row. N=8, B=3 is two
-rows at K=4, then one row at K=8.
+group gets the same number of them, and inside a group each rank holds one contiguous K-th of every row. N=8, B=3 is
+two rows at K=4, then one row at K=8.
 
 Invariants (asserted by tests/unit/test_plan.py):
   * each token of each row lies on exactly one rank;
@@ -33,8 +33,8 @@ class Limits:
 
     heads, kv_heads: H and Hkv of one tensor-parallel rank.
     group_size: K for all rows, or None to let the plan choose.
-    domain_size: consecutive CP ranks joined by fast links (a node), or None where that is not known. Bytes that leave a
-        domain are avoided first, bytes inside it second.
+    domain_size: consecutive CP ranks joined by fast links (a node), or None where that is not known. Bytes that leave
+        a domain are avoided first, bytes inside it second.
     """
 
     heads: int
@@ -61,9 +61,9 @@ class Wave:
 class Share:
     """What one rank holds of one wave: tokens [start, stop) of each of `rows`.
 
-    The group's ranks hold `tokens_per_rank` tokens each, in the order of their ranks in the group; this rank's own count
-    is `tokens`. In the stream these are position-major, [stop - start, rows], so that an exchange which strings the
-    shards of the group together yields [S, rows] without moving anything.
+    The group's ranks hold `tokens_per_rank` tokens each, in the order of their ranks in the group; this rank's own
+    count is `tokens`. In the stream these are position-major, [stop - start, rows], so that an exchange which strings
+    the shards of the group together yields [S, rows] without moving anything.
     """
 
     rows: tuple[int, ...]
@@ -128,8 +128,8 @@ class BatchPlan:
 class PlanHolder:
     """The plan in force, handed to the modules that need it when they are built.
 
-    Megatron's layers pass no plan along, so the schedule sets it for the length of one call and the modules read it. It
-    is empty outside of a call: a module that runs where no plan was made fails instead of using an old one.
+    Megatron's layers pass no plan along, so the schedule sets it for the length of one call and the modules read it.
+    It is empty outside of a call: a module that runs where no plan was made fails instead of using an old one.
     """
 
     def __init__(self) -> None:
@@ -146,15 +146,15 @@ class PlanHolder:
     def plan(self) -> BatchPlan:
         if self._plan is None:
             raise RuntimeError(
-                "no batch plan is in force: the model ran outside of Megatron's forward-backward schedule, which is where "
-                "megatron_basp makes the plan"
+                "no batch plan is in force: the model ran outside of Megatron's forward-backward schedule, which is "
+                "where megatron_basp makes the plan"
             )
         return self._plan
 
 
 def exchanged_elements_per_token(group_size: int, limits: Limits) -> int:
     """Elements, in units of the head size d, that an exchange at K moves per token and direction before the part that
-    stays at home is taken off: q and the output have H heads each, k and v max(Hkv, K) each (replicated if Hkv < K)."""
+    stays at home is taken off: q and the output have H heads each, k and v max(Hkv, K) each."""
     return 2 * limits.heads + 2 * max(limits.kv_heads, group_size)
 
 
@@ -207,7 +207,9 @@ def _check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
     if ranks < 1:
         raise ConfigurationError(f"a context-parallel group needs at least 1 rank, got N={ranks}")
     if not lengths:
-        raise ConfigurationError("a micro-batch needs at least 1 sequence, got B=0: set --micro-batch-size to 1 or more")
+        raise ConfigurationError(
+            "a micro-batch needs at least 1 sequence, got B=0: set --micro-batch-size to 1 or more"
+        )
     if min(lengths) < 1:
         raise ConfigurationError(f"a sequence needs at least 1 token, got lengths {lengths}")
     if len(set(lengths)) > 1:
@@ -217,7 +219,8 @@ def _check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
         )
     if limits.heads < 1 or limits.kv_heads < 1 or limits.heads % limits.kv_heads:
         raise ConfigurationError(
-            f"H % Hkv must be 0 with both at least 1, got H={limits.heads}, Hkv={limits.kv_heads} per tensor-parallel rank"
+            f"H % Hkv must be 0 with both at least 1, got H={limits.heads}, Hkv={limits.kv_heads} per tensor-parallel "
+            "rank"
         )
     if limits.domain_size is not None and limits.domain_size < 1:
         raise ConfigurationError(f"a fast domain needs at least 1 rank, got {limits.domain_size}")
@@ -234,14 +237,15 @@ def _check_forced(rows: int, length: int, ranks: int, limits: Limits) -> None:
         fitting = [k for k in _divisors(ranks) if heads_fit(k, limits)]
         nearest = min(fitting, key=lambda k: (abs(k - group_size), k))
         raise ConfigurationError(
-            f"H % K must be 0, and Hkv % K or K % Hkv, got H={limits.heads}, Hkv={limits.kv_heads} per tensor-parallel rank "
-            f"and K={group_size}: the nearest group size that works is {nearest}"
+            f"H % K must be 0, and Hkv % K or K % Hkv, got H={limits.heads}, Hkv={limits.kv_heads} per "
+            f"tensor-parallel rank and K={group_size}: the nearest group size that works is {nearest}"
         )
     groups = ranks // group_size
     if rows % groups:
         raise ConfigurationError(
-            f"B % (N/K) must be 0 when K is fixed, got B={rows}, N={ranks}, K={group_size} (N/K={groups}): use a micro-batch "
-            f"of {rows // groups * groups or groups} or {(rows // groups + 1) * groups}, or leave the group size to the planner"
+            f"B % (N/K) must be 0 when K is fixed, got B={rows}, N={ranks}, K={group_size} (N/K={groups}): use a "
+            f"micro-batch of {rows // groups * groups or groups} or {(rows // groups + 1) * groups}, or leave the "
+            f"group size to the planner"
         )
     if length % group_size:
         raise ConfigurationError(
@@ -283,8 +287,8 @@ def _cheapest_counts(rows: int, ranks: int, sizes: list[int], limits: Limits) ->
 
 
 def _ranks_within_domain(group_size: int, domain_size: int) -> int:
-    """How many ranks of an aligned group share a rank's domain, at worst. Aligned blocks of K fit domains of D ranks if
-    D % K == 0, and are made of whole domains if K % D == 0; otherwise some group straddles a border."""
+    """How many ranks of an aligned group share a rank's domain, at worst. Aligned blocks of K fit domains of D ranks
+    if D % K == 0, and are made of whole domains if K % D == 0; otherwise some group straddles a border."""
     if domain_size % group_size == 0:
         return group_size
     if group_size % domain_size == 0:
@@ -297,8 +301,9 @@ def _why_nothing_fits(rows: int, length: int, ranks: int, limits: Limits, sizes:
     if sizes != by_heads:
         largest = by_heads[-1]
         return (
-            f"B={rows} sequences of S={length} tokens cannot be dealt out to N={ranks} ranks: S % K must be 0 and only K in "
-            f"{sizes} divides S: the next sequence length that allows every K up to {largest} is {-(-length // largest) * largest}"
+            f"B={rows} sequences of S={length} tokens cannot be dealt out to N={ranks} ranks: S % K must be 0 and "
+            f"only K in {sizes} divides S: the next sequence length that allows every K up to {largest} is "
+            f"{-(-length // largest) * largest}"
         )
     smallest = ranks // by_heads[-1]
     return (

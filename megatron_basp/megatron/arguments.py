@@ -1,7 +1,7 @@
 """The flags, and their validation beside Megatron's own.
 
-Everything that can be known from flags is checked before Megatron's `validate_args`, so that bad input gets one line with
-a remedy rather than a bare assertion, on every rank and before any process group exists.
+Everything that can be known from flags is checked before Megatron's `validate_args`, so that bad input gets one line
+with a remedy rather than a bare assertion, on every rank and before any process group exists.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `sequence parallelism by groups` flags to Megatron's parser."""
     group = parser.add_argument_group(
         "sequence parallelism by groups (megatron_basp)",
-        "Spreads the sequences of a micro-batch over groups of context-parallel ranks: set --context-parallel-size N and "
-        "--micro-batch-size B, and each sequence gets K ranks, N/B where B divides N.",
+        "Spreads the sequences of a micro-batch over groups of context-parallel ranks: set --context-parallel-size N "
+        "and --micro-batch-size B, and each sequence gets K ranks, N/B where B divides N.",
     )
     group.add_argument(
         "--sequence-parallel-mode",
         choices=MODES,
         default="none",
-        help="none: stock Megatron. ulysses: every sequence over all N context-parallel ranks. basp: every sequence over as "
-        "few ranks as the micro-batch allows.",
+        help="none: stock Megatron. ulysses: every sequence over all N context-parallel ranks. basp: every sequence "
+        "over as few ranks as the micro-batch allows.",
     )
     group.add_argument(
         "--basp-group-size",
@@ -47,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--basp-domain-size",
         type=int,
         metavar="D",
-        help="devices joined by fast links, where that is not the host's number (an NVLink rack, say). The planner keeps "
-        "groups of K·TP devices inside a domain where it can.",
+        help="devices joined by fast links, where that is not the host's number (an NVLink rack, say). The planner "
+        "keeps groups of K·TP devices inside a domain where it can.",
     )
     group.add_argument(
         "--basp-ledger",
         type=Path,
         metavar="FILE",
-        help="write at the end what each rank sent, as JSON: FILE gets the rank before its suffix (ledger.rank0.json).",
+        help="write at the end what each rank sent, as JSON; FILE gets the rank before its suffix: ledger.rank0.json",
     )
     parser.set_defaults(cp_comm_type=_Untouched(parser.get_default("cp_comm_type")))
     return parser
@@ -73,22 +73,26 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
         for name in ("basp_group_size", "basp_domain_size", "basp_ledger"):
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
-                raise ConfigurationError(f"{flag} does nothing without --sequence-parallel-mode basp: add it, or drop {flag}")
+                raise ConfigurationError(
+                    f"{flag} does nothing without --sequence-parallel-mode basp: add it, or drop {flag}"
+                )
         return None
     refuse_unsupported(args, mode)
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ConfigurationError(
-            f"--sequence-parallel-mode {mode} needs --context-parallel-size N of 2 or more to carve groups out of, got {ranks}"
+            f"--sequence-parallel-mode {mode} needs --context-parallel-size N of 2 or more to carve groups out of, "
+            f"got {ranks}"
         )
     if not isinstance(args.cp_comm_type, _Untouched):
         raise ConfigurationError(
-            f"--cp-comm-type (got {' '.join(args.cp_comm_type)}) says how stock context parallelism communicates, which "
-            f"--sequence-parallel-mode {mode} replaces: leave it out"
+            f"--cp-comm-type (got {' '.join(args.cp_comm_type)}) says how stock context parallelism communicates, "
+            f"which --sequence-parallel-mode {mode} replaces: leave it out"
         )
     if mode == "ulysses" and args.basp_group_size not in (None, ranks):
         raise ConfigurationError(
-            f"--sequence-parallel-mode ulysses is K = N = {ranks}, got --basp-group-size {args.basp_group_size}: use basp"
+            f"--sequence-parallel-mode ulysses is K = N = {ranks}, got --basp-group-size {args.basp_group_size}: use "
+            "basp"
         )
     for name in ("basp_group_size", "basp_domain_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -105,8 +109,8 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     seq_length = _positive(args, "seq_length")
     if seq_length % (2 * ranks):
         raise ConfigurationError(
-            f"Megatron wants S % (2·N) to be 0 for N context-parallel ranks, got S={seq_length}, N={ranks} and B={batch_size}: "
-            f"the next --seq-length that works is {-(-seq_length // (2 * ranks)) * 2 * ranks}"
+            f"Megatron wants S % (2·N) to be 0 for N context-parallel ranks, got S={seq_length}, N={ranks} and "
+            f"B={batch_size}: the next --seq-length that works is {-(-seq_length // (2 * ranks)) * 2 * ranks}"
         )
     tensor_parallel = _positive(args, "tensor_model_parallel_size")
     heads, kv_heads = _heads_per_rank(args, tensor_parallel)
@@ -120,8 +124,8 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     global_batch_size = args.global_batch_size or batch_size * data_parallel
     if global_batch_size % (batch_size * data_parallel):
         raise ConfigurationError(
-            f"global batch size % (B·DP) must be 0, got {global_batch_size}, B={batch_size}, DP={data_parallel}: use a "
-            f"--global-batch-size that is a multiple of {batch_size * data_parallel}"
+            f"global batch size % (B·DP) must be 0, got {global_batch_size}, B={batch_size}, DP={data_parallel}: use "
+            f"a --global-batch-size that is a multiple of {batch_size * data_parallel}"
         )
     return Settings(
         mode=mode,

@@ -1,7 +1,7 @@
 """BASP's core attention as Megatron builds it, around the kernel that Megatron would have used.
 
-On a GPU with Transformer Engine the kernel is `TEDotProductAttention`, one module for each distinct K because it asserts
-its head counts; else torch's SDPA.
+On a GPU with Transformer Engine the kernel is `TEDotProductAttention`, one module for each distinct K because it
+asserts its head counts; else torch's SDPA.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class MegatronBaspAttention(BaspAttention):
     ) -> None:
         if attn_mask_type.name != "causal" or attention_type != "self":
             raise ValueError(
-                f"layer {layer_number}: BASP attention is causal self-attention, got mask type {attn_mask_type.name} and "
-                f"attention type {attention_type}: use --sequence-parallel-mode none"
+                f"layer {layer_number}: BASP attention is causal self-attention, got mask type {attn_mask_type.name} "
+                f"and attention type {attention_type}: use --sequence-parallel-mode none"
             )
         kernel_arguments.pop("cp_comm_type", None)
         kernels = {

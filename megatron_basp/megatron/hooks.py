@@ -3,22 +3,26 @@ asked for no sequence-parallel mode."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
+import json
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
 from megatron_basp.megatron.core_attention import MegatronBaspAttention, make_sdpa, make_te
 from megatron_basp.megatron.model import check_model, read_positions_from_plan, without_context_parallelism
 from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import PlannedSchedule, stream_of_batch
-from megatron_basp.megatron.seam import replace
+from megatron_basp.megatron.seam import check_version, replace
 from megatron_basp.process_groups import aligned_domain_size, create_sequence_groups
 
 Function = Callable[..., Any]
@@ -35,9 +39,12 @@ def install() -> Runtime:
     Raises:
         MegatronMismatch: Megatron is not as this version of the plugin knows it.
     """
+    check_version()
     runtime = Runtime()
 
-    def hook(target: str, parameters: list[str], make: Callable[[Runtime, Function], Function], also_in: tuple = ()) -> None:
+    def hook(
+        target: str, parameters: list[str], make: Callable[[Runtime, Function], Function], also_in: tuple = ()
+    ) -> None:
         replace(target, parameters, lambda original: functools.wraps(original)(make(runtime, original)), also_in)
 
     hook("megatron.training.arguments:add_megatron_arguments", ["parser"], _add_arguments)
@@ -57,9 +64,7 @@ def install() -> Runtime:
     hook(
         "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention", [], _core_attention
     )
-    hook(
-        "megatron.core.utils:get_batch_on_this_cp_rank", ["batch"], _batch, also_in=("megatron.training.training",)
-    )
+    hook("megatron.core.utils:get_batch_on_this_cp_rank", ["batch"], _batch, also_in=("megatron.training.training",))
     hook(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         [],
@@ -103,7 +108,8 @@ def _create_groups(runtime: Runtime, original: Function) -> Function:
         cp_group = parallel_state.get_context_parallel_group()
         if cp_group.size() != runtime.settings.ranks:
             raise ValueError(
-                f"the context-parallel group has {cp_group.size()} ranks, and the run was planned for {runtime.settings.ranks}"
+                f"the context-parallel group has {cp_group.size()} ranks, and the run was planned for "
+                f"{runtime.settings.ranks}"
             )
 
         # Where ranks sit is asked, not computed: launchers place them as they like.
@@ -123,8 +129,17 @@ def _create_groups(runtime: Runtime, original: Function) -> Function:
         runtime.set_groups(create_sequence_groups(cp_groups, runtime.settings.group_sizes(), cp_group, new_group))
         if dist.get_rank() == 0:
             print_plan(runtime.settings, cp_groups, domain_of_rank)
+        if runtime.settings.ledger is not None:
+            # At exit, which Ctrl-C leads to as well.
+            atexit.register(_write_ledger, runtime.ledger, runtime.settings.ledger, dist.get_rank())
 
     return initialize_model_parallel
+
+
+def _write_ledger(ledger: Ledger, file: Path, rank: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"rank": rank, **ledger.as_dict()}, indent=2)
+    file.with_suffix(f".rank{rank}{file.suffix}").write_text(text + "\n")
 
 
 def _nccl_options(config_path: str | None) -> Any:
@@ -156,7 +171,9 @@ def _build_model(runtime: Runtime, original: Function) -> Function:
 
         arguments = signature.bind(self, *args, **kwargs).arguments
         groups = arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-        arguments["config"], arguments["pg_collection"] = without_context_parallelism(arguments["config"], groups, runtime)
+        arguments["config"], arguments["pg_collection"] = without_context_parallelism(
+            arguments["config"], groups, runtime
+        )
         original(**arguments)
         read_positions_from_plan(self, runtime)
         check_model(self)

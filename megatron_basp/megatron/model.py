@@ -19,30 +19,27 @@ from megatron_basp.plan import BatchPlan
 
 # Modules that work on each token by itself, by class name. What is not here, and has no children that are, is refused.
 TOKEN_WISE = frozenset(
-    {
-        # Embeddings, norms, linear layers: core, local, Transformer Engine, Apex.
-        *("VocabParallelEmbedding", "Embedding", "LayerNorm", "RMSNorm", "FusedLayerNorm", "L2Norm", "Dropout", "Identity"),
-        *("ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"),
-        *("TELayerNormColumnParallelLinear", "TENorm", "IdentityOp", "IdentityFuncOp"),
-        # Experts: routing and dispatch take tokens one by one.
-        *("TopKRouter", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "InferenceTopKRouter"),
-        "RotaryEmbedding",
-    }
+    # Embeddings, norms, linear layers (Megatron's own, Transformer Engine's, Apex's), routing of single tokens.
+    """
+    VocabParallelEmbedding Embedding RotaryEmbedding Dropout Identity IdentityOp IdentityFuncOp
+    LayerNorm RMSNorm FusedLayerNorm L2Norm TENorm
+    ColumnParallelLinear RowParallelLinear TEColumnParallelLinear TERowParallelLinear TELinear
+    TELayerNormColumnParallelLinear TEColumnParallelGroupedLinear TERowParallelGroupedLinear TopKRouter
+    """.split()
 )
 CONTAINERS = frozenset(
-    {
-        *("GPTModel", "LanguageModelEmbedding", "TransformerBlock", "TransformerLayer", "MoETransformerLayer", "ModuleList"),
-        *("SelfAttention", "MLP", "MoELayer", "SequentialMLP", "TEGroupedMLP", "GroupedMLP", "SharedExpertMLP"),
-        "StreamRotaryEmbedding",
-    }
+    """
+    GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
+    MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    """.split()
 )
 
 
 class StreamRotaryEmbedding(torch.nn.Module):
     """Megatron's rotary table, a row for each token of this rank's stream.
 
-    Takes the place of a `RotaryEmbedding` in a built model. The inner one makes the table of S positions (its own group
-    is a group of one); the plan says which of them this rank holds, and where.
+    Takes the place of a `RotaryEmbedding` in a built model. The inner one makes the table of S positions (its own
+    group is a group of one); the plan says which of them this rank holds, and where.
     """
 
     def __init__(self, inner: torch.nn.Module, runtime: Runtime) -> None:
@@ -70,12 +67,12 @@ class StreamRotaryEmbedding(torch.nn.Module):
 
 
 def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtime) -> tuple[Any, Any]:
-    """Copies of a model's configuration and groups in which context parallelism is off; the originals stay as they are,
-    since schedules, data-parallel wrapper and optimizer need them."""
+    """Copies of a model's configuration and groups in which context parallelism is off; the originals stay as they
+    are, since schedules, data-parallel wrapper and optimizer need them."""
     if config.context_parallel_size != runtime.settings.ranks:
         raise ValueError(
-            f"the model's configuration has context_parallel_size={config.context_parallel_size}, and the run was planned "
-            f"for --context-parallel-size {runtime.settings.ranks}"
+            f"the model's configuration has context_parallel_size={config.context_parallel_size}, and the run was "
+            f"planned for --context-parallel-size {runtime.settings.ranks}"
         )
     config, pg_collection = copy.copy(config), copy.copy(pg_collection)
     config.context_parallel_size = 1
@@ -101,16 +98,17 @@ def check_model(model: torch.nn.Module) -> None:
         kind = type(module).__name__
         if name.endswith("core_attention") and not isinstance(module, BaspAttention):
             raise ValueError(
-                f"{name} is {kind}, not BASP attention: its ranks would attend to a part of each sequence only. Layers that "
-                f"name their own attention (--spec, heterogeneous, hybrid) are not supported"
+                f"{name} is {kind}, not BASP attention: its ranks would attend to a part of each sequence only. "
+                f"Layers that name their own attention (--spec, heterogeneous, hybrid) are not supported"
             )
         if isinstance(module, BaspAttention) or kind in TOKEN_WISE or kind in CONTAINERS:
             continue
         if _is_inside_token_wise(model, name):
             continue
         raise ValueError(
-            f"{name or 'the model'} is {kind}, which is not known to work on each token by itself: in a stream of several "
-            f"sequences it could mix them. If it does not, it belongs in TOKEN_WISE of megatron_basp/megatron/model.py"
+            f"{name or 'the model'} is {kind}, which is not known to work on each token by itself: in a stream of "
+            "several sequences it could mix them. If it does not, it belongs in TOKEN_WISE of "
+            "megatron_basp/megatron/model.py"
         )
 
 

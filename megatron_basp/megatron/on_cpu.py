@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,7 @@ def install() -> None:
         lambda original: lambda tp_size=None: None,
         also_in=["megatron.training.training"],
     )
-    # The wheel brings the compiled helper, not the Makefile that would compile it.
-    replace("megatron.core.datasets.utils:compile_helpers", [], lambda original: lambda: None)
+    replace("megatron.core.datasets.utils:compile_helpers", [], _unless_compiled)
     # Token dispatchers want split sizes on the host, and take them there only if `tensor.is_cuda`.
     replace(
         "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
@@ -41,6 +41,11 @@ def install() -> None:
         _split_sizes_on_the_host,
         also_in=["megatron.core.transformer.moe.token_dispatcher"],
     )
+
+
+def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """The wheel brings the compiled helper, not the Makefile that would compile it; a checkout brings the Makefile."""
+    return lambda: None if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") else compile_helpers()
 
 
 def _with_gloo_as_default_backend(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,9 @@ def _one(value: Any) -> bool:
 
 
 _NOT_PROVEN = "not shown to be exact yet; leave it out, or use --sequence-parallel-mode none"
-_OTHER_BATCH = "its batches are not [B, S] rows of one length, which is what is planned; use --sequence-parallel-mode none"
+_OTHER_BATCH = (
+    "its batches are not [B, S] rows of one length, which is what is planned; use --sequence-parallel-mode none"
+)
 _OTHER_MIXING = "it mixes along the sequence without core attention, so ranks would miss each other's tokens"
 
 REFUSALS = (
@@ -39,7 +41,11 @@ REFUSALS = (
     Refusal("hierarchical_context_parallel_sizes", _unset, "groups are carved by the plan instead; leave it out"),
     Refusal("sft", _unset, _OTHER_BATCH),
     Refusal("dataloader_inter_document_masking", _unset, _OTHER_BATCH),
-    Refusal("reset_attention_mask", _unset, "attention is causal over the whole row, so the mask would be ignored; leave it out"),
+    Refusal(
+        "reset_attention_mask",
+        _unset,
+        "attention is causal over the whole row, so the mask would be ignored; leave it out",
+    ),
     Refusal("perform_rl_step", _unset, _OTHER_BATCH),
     Refusal("yaml_cfg", _unset, "its arguments bypass this validation; pass flags"),
     # Layers.
@@ -61,7 +67,9 @@ REFUSALS = (
         lambda value: value in ("rope", "learned_absolute", "none"),
         "only rope, learned_absolute and none are supported",
     ),
-    Refusal("transformer_impl", lambda value: value in ("local", "transformer_engine"), "use local or transformer_engine"),
+    Refusal(
+        "transformer_impl", lambda value: value in ("local", "transformer_engine"), "use local or transformer_engine"
+    ),
     Refusal("attention_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
     Refusal("hidden_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
     # Experts.
@@ -72,7 +80,9 @@ REFUSALS = (
         f"only aux_loss and none are supported; others are {_NOT_PROVEN}",
     ),
     Refusal("moe_expert_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"),
-    Refusal("moe_expert_rank_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"),
+    Refusal(
+        "moe_expert_rank_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"
+    ),
     Refusal("moe_input_jitter_eps", _unset, f"noise of ranks that share a sequence; {_NOT_PROVEN}"),
     Refusal("moe_router_enable_expert_bias", _unset, _NOT_PROVEN),
     Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
@@ -107,4 +117,6 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
         value = getattr(args, name)
         if not allowed(value):
             flag = "--" + name.replace("_", "-")
-            raise ConfigurationError(f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {why}")
+            raise ConfigurationError(
+                f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {why}"
+            )

@@ -23,7 +23,10 @@ def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of
     samples, data_parallel = settings.global_batch_size, settings.data_parallel_size
     accumulation = samples // (settings.micro_batch_size * data_parallel)
     table.add_row("context-parallel ranks N", str(settings.ranks))
-    table.add_row("samples an iteration", f"{samples} = B {settings.micro_batch_size} · DP {data_parallel} · {accumulation} micro-batches")
+    table.add_row(
+        "samples an iteration",
+        f"{samples} = B {settings.micro_batch_size} · DP {data_parallel} · {accumulation} micro-batches",
+    )
     for batch_size in settings.batch_sizes():
         plan = settings.plan(batch_size, settings.seq_length)
         use = "training" if batch_size == settings.micro_batch_size else "evaluation"
@@ -31,8 +34,14 @@ def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of
         table.add_row(f"micro-batch B, {use}", f"{batch_size} sequences of S = {settings.seq_length} tokens")
         table.add_row("tokens a rank T", f"{plan.tokens} = B·S/N")
         for wave in plan.waves:
-            table.add_row(f"  {len(wave.rows)} sequences at K = {wave.group_size}", _groups(wave.group_size, cp_groups, domain_of_rank, settings))
-        table.add_row("plain Megatron flags that do the same", plain_flags(plan) or "none: sequences get different numbers of ranks")
+            table.add_row(
+                f"  {len(wave.rows)} sequences at K = {wave.group_size}",
+                _groups(wave.group_size, cp_groups, domain_of_rank, settings),
+            )
+        table.add_row(
+            "plain Megatron flags that do the same",
+            plain_flags(plan) or "none: sequences get different numbers of ranks",
+        )
     Console(width=120).print(table)
 
 
@@ -40,13 +49,18 @@ def _groups(
     group_size: int, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, object], settings: Settings
 ) -> str:
     blocks = [block for cp_ranks in cp_groups for block in aligned_blocks(cp_ranks, group_size)]
-    number = f"g = {settings.ranks // group_size} groups a CP group: ranks {', '.join(str(list(block)) for block in blocks[:4])}"
+    ranks = ", ".join(str(list(block)) for block in blocks[:4])
+    number = f"g = {settings.ranks // group_size} groups a CP group: ranks {ranks}"
     more = f" and {len(blocks) - 4} more" if len(blocks) > 4 else ""
     if group_size == 1:
         return f"{number}{more}; nothing is exchanged"
     domain = "host" if settings.domain_devices is None else f"domain of {settings.domain_devices} devices"
     within = sum(len({domain_of_rank[rank] for rank in block}) == 1 for block in blocks)
-    where = f"each inside one {domain}" if within == len(blocks) else f"{len(blocks) - within} of {len(blocks)} cross a {domain}'s border"
+    where = (
+        f"each inside one {domain}"
+        if within == len(blocks)
+        else f"{len(blocks) - within} of {len(blocks)} cross a {domain}'s border"
+    )
     return f"{number}{more}; {where}"
 
 

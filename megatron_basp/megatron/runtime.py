@@ -11,7 +11,8 @@ from megatron_basp.process_groups import SequenceGroups
 class Runtime:
     """Settings from the arguments, groups from the start of model parallelism, the plan of the current call.
 
-    settings: None until arguments are validated; a run without a sequence-parallel mode leaves it None, and the hooks do
+    settings: None until arguments are validated; a run without a sequence-parallel mode leaves it None, and the
+        hooks do
         nothing.
     groups: None outside of Megatron's model parallelism.
     first_step_checked: whether the exchanges of a first step were counted and found right.

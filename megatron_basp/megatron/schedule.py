@@ -1,7 +1,8 @@
 """One call of Megatron's forward-backward schedule under a plan: batch, shapes, loss, and the check that it happened.
 
-The schedule call says which micro-batch size and length are coming, so the plan is set there, for the length of the call;
-the batch's own shape is held against it. Training, evaluation, recompute and every pipeline stage see the same one.
+The schedule call says which micro-batch size and length are coming, so the plan is set there, for the length of the
+call; the batch's own shape is held against it. Training, evaluation, recompute and every pipeline stage see the same
+one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megatron_basp.plan import BatchPlan
 class PlannedSchedule:
     """A forward-backward function of Megatron's that runs under the plan of its micro-batches.
 
-    A rank's share of B rows of S tokens is one row of T = B·S/N, so Megatron is told of one row of B·S tokens: it divides
-    by N and allocates its pipeline buffers for T.
+    A rank's share of B rows of S tokens is one row of T = B·S/N, so Megatron is told of one row of B·S tokens: it
+    divides by N and allocates its pipeline buffers for T.
     """
 
     def __init__(self, runtime: Runtime, forward_backward_func: Callable[..., Any]) -> None:
@@ -77,9 +78,9 @@ def check_exchanges(
             found = counted[Exchange(layer.layer, "qkv", "forward", group_size)]
             if found not in (expected, 2 * expected):
                 raise RuntimeError(
-                    f"layer {layer.layer} exchanged {found} times in groups of {group_size} in its first step, and should "
-                    f"have {expected} times (twice that with recompute) for {microbatches} micro-batches: attention did "
-                    f"not see whole sequences"
+                    f"layer {layer.layer} exchanged {found} times in groups of {group_size} in its first step, and "
+                    f"should have {expected} times (twice that with recompute) for {microbatches} micro-batches: "
+                    f"attention did not see whole sequences"
                 )
 
 
@@ -127,8 +128,8 @@ def _rescaled(loss_func: Callable[..., Any], runtime: Runtime) -> Callable[..., 
             return result
         if len(result) != 3:
             raise ValueError(
-                f"the loss function returned {len(result)} values; with two, Megatron averages over ranks whatever their "
-                f"token counts are, which is another objective: return (summed loss, number of tokens, report)"
+                f"the loss function returned {len(result)} values; with two, Megatron averages over ranks whatever "
+                f"their token counts are, which is another objective: return (summed loss, number of tokens, report)"
             )
         loss, num_tokens, report = result
         if not runtime.settings.per_token_loss:

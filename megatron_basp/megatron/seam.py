@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+SUPPORTED = "0.19"
+
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -18,6 +20,16 @@ def megatron_version() -> str:
     from megatron.core.package_info import __version__
 
     return __version__
+
+
+def check_version() -> None:
+    """Raise `MegatronMismatch` unless Megatron is a release that the hooks were tried with."""
+    version = megatron_version()
+    if not version.startswith(f"{SUPPORTED}."):
+        raise MegatronMismatch(
+            f"megatron_basp was made for Megatron-Core {SUPPORTED}, and this is {version}: use megatron-core "
+            f"{SUPPORTED}.x, or a release of megatron_basp made for this version"
+        )
 
 
 def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequence[str] = ()) -> None:
@@ -59,6 +71,6 @@ def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequenc
 
 def _mismatch(target: str, what: str) -> MegatronMismatch:
     return MegatronMismatch(
-        f"megatron_basp hooks {target}, and in Megatron-Core {megatron_version()} {what}: use megatron-core 0.19.x, or a "
-        f"release of megatron_basp made for this version"
+        f"megatron_basp hooks {target}, and in Megatron-Core {megatron_version()} {what}: use megatron-core "
+        f"{SUPPORTED}.x, or a release of megatron_basp made for this version"
     )

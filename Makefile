@@ -1,0 +1,34 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format lock clean
+
+BIN := .venv/bin
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## build .venv, or do nothing where it is up to date; PYTHON=... names the Python to use
+	@scripts/setup.sh
+
+demo: setup ## run `megatron-basp demo`, which needs no GPU
+	@$(BIN)/megatron-basp demo $(ARGS)
+
+test: setup lint ## lint, then pytest; ARGS="-k plan" and the like go to pytest
+	$(BIN)/pytest $(ARGS)
+
+lint: setup ## ruff check, ruff format --check, mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: setup ## let ruff fix and format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Versions already in the lock stay; ARGS="--upgrade-package NAME" moves one. Universal: the same file for each Python.
+lock: setup ## write requirements.lock anew from setup.py
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.12 --extra dev --no-emit-index-url \
+		--custom-compile-command "make lock" --output-file requirements.lock setup.py $(ARGS)
+
+clean: ## remove .venv, build products and caches; runs/ stays
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

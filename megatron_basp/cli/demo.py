@@ -1,0 +1,266 @@
+"""`megatron-basp demo`: the same small Llama, trained on real text three ways on this machine's CPU.
+
+One rank without parallelism is the reference; Ulysses and BASP must give its losses. What differs is what they send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_basp.errors import ConfigurationError
+from megatron_basp.plan import BatchPlan, Limits, plan_batch
+
+if TYPE_CHECKING:
+    from megatron_basp.megatron.recorder import Record
+    from megatron_basp.megatron.text_dataset import TextDataset
+
+MODES = ("reference", "ulysses", "basp")
+HEADS, KV_HEADS, SEQ_LENGTH = 8, 4, 256
+LEARNING_RATE, MICRO_BATCHES, HELD_OUT_BATCHES = 3e-3, 2, 8
+
+DESCRIPTION = """
+Train a small Llama-style GPT on real text through Megatron's pretrain(), three ways: on 1 rank without parallelism,
+with Ulysses and with BASP on N ranks. Shows that the losses are the same and how many bytes each sent. Runs on the
+CPU, in about two minutes on 2 cores. Results: a table, OUT/result.json and OUT/losses.png.
+"""
+
+
+@dataclass
+class ModeResult:
+    """What one run gave.
+
+    step_seconds: median of the steps after the first.
+    bytes_sent_per_rank_per_step: by the ledger, in the exchanges of attention.
+    group_sizes: K of each wave.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    step_seconds: float
+    bytes_sent_per_rank_per_step: int
+    group_sizes: list[int]
+    held_out_loss_before: float
+    held_out_loss_after: float
+
+
+@dataclass
+class DemoResult:
+    """All of it: `OUT/result.json`, and the document of --json. Modes that did not run are missing."""
+
+    settings: dict[str, Any]
+    plan: list[dict[str, int]]
+    modes: dict[str, ModeResult] = field(default_factory=dict)
+
+    def difference(self, mode: str) -> float:
+        """The largest difference of a step's loss from the reference's."""
+        pairs = zip(self.modes[mode].losses, self.modes["reference"].losses, strict=True)
+        return max(abs(a - b) for a, b in pairs)
+
+    def as_document(self) -> dict[str, Any]:
+        document = {"settings": self.settings, "plan": self.plan}
+        document |= {mode: asdict(result) for mode, result in self.modes.items()}
+        compared = [mode for mode in self.modes if mode != "reference"]
+        if compared:
+            document["max_loss_difference"] = max(self.difference(mode) for mode in compared)
+        return document
+
+
+def add_parser(subcommands: Any) -> None:
+    parser = subcommands.add_parser(
+        "demo",
+        help="train the same small model three ways on the CPU and compare",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=100, metavar="N", help="training steps of each run (default 100)"
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=int, default=2, metavar="B", help="sequences in a micro-batch (default 2; try 3)"
+    )
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="context-parallel ranks (default 4)")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="plain text or .jsonl (default: Python's standard library)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="results (default runs/demo)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 0, or 1 where a mode's losses are not the reference's."""
+    plan = _check(options)
+    result = DemoResult(
+        settings={
+            "iterations": options.iterations,
+            "micro_batch_size": options.micro_batch_size,
+            "ranks": options.ranks,
+        },
+        plan=[{"rows": len(wave.rows), "group_size": wave.group_size} for wave in plan.waves],
+    )
+    # Before torch is imported: what is compared here is computed on the CPU, also where there is a GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _say("loading Megatron …")
+    from megatron_basp import cpu
+
+    cpu.install()
+    dataset = _prepare_text(options)
+    try:
+        for mode in MODES:
+            result.modes[mode] = _train(mode, options, dataset, plan)
+            _write(result, options.out)
+    finally:
+        _show(result, options)
+    return 0 if _losses_agree(result) else 1
+
+
+def _check(options: argparse.Namespace) -> BatchPlan:
+    if options.iterations < 2:
+        raise ConfigurationError(f"--iterations must be 2 or more, got {options.iterations}")
+    if options.ranks < 2:
+        raise ConfigurationError(f"--ranks must be 2 or more to have something to share out, got {options.ranks}")
+    for file in options.text or ():
+        if not file.is_file():
+            raise ConfigurationError(f"--text {file}: there is no such file")
+    lengths = (SEQ_LENGTH,) * options.micro_batch_size
+    plan_batch(lengths, options.ranks, Limits(HEADS, KV_HEADS, group_size=options.ranks))
+    return plan_batch(lengths, options.ranks, Limits(HEADS, KV_HEADS))
+
+
+def _prepare_text(options: argparse.Namespace) -> TextDataset:
+    from megatron_basp.megatron.text_dataset import (
+        prepare_text_dataset,
+        sample_texts,
+        standard_library_files,
+        train_tokenizer,
+    )
+
+    files = options.text or standard_library_files()
+    _say(f"preparing text: {len(files)} files")
+    tokenizer = train_tokenizer(sample_texts(files), options.out / "data" / "tokenizer")
+    return prepare_text_dataset(files, options.out / "data" / "text", tokenizer)
+
+
+def _train(mode: str, options: argparse.Namespace, dataset: TextDataset, plan: BatchPlan) -> ModeResult:
+    from megatron_basp.local_ranks import run_ranks
+    from megatron_basp.megatron import pretrain_gpt  # noqa: F401  (imported once, before the ranks are forked)
+
+    ranks = 1 if mode == "reference" else options.ranks
+    flags = _megatron_flags(options, dataset)
+    if mode != "reference":
+        flags += f"--sequence-parallel-mode {mode} --context-parallel-size {ranks}".split()
+    terminal = os.dup(2)  # the ranks' own stderr goes to their logs; progress goes here
+    try:
+        reports = run_ranks(
+            lambda rank: _train_on_rank(rank, mode, flags, options.iterations, terminal),
+            ranks,
+            options.out / "logs" / mode,
+        )
+    finally:
+        os.close(terminal)
+    record: Record = reports[-1][0]
+    return ModeResult(
+        losses=record.losses,
+        grad_norms=record.grad_norms,
+        step_seconds=statistics.median(record.step_seconds[1:]),
+        bytes_sent_per_rank_per_step=max(sent for _, sent in reports),
+        group_sizes={
+            "reference": [1],
+            "ulysses": [ranks],
+            "basp": [wave.group_size for wave in plan.waves],
+        }[mode],
+        held_out_loss_before=record.held_out_losses[0],
+        held_out_loss_after=record.held_out_losses[-1],
+    )
+
+
+def _train_on_rank(rank: int, mode: str, flags: list[str], iterations: int, terminal: int) -> tuple[Record, int]:
+    """In a forked rank: the record, and the bytes that a step sent."""
+    from tqdm import tqdm
+
+    from megatron_basp.megatron import pretrain_gpt
+    from megatron_basp.megatron.recorder import record_training
+
+    ledger = None
+    if mode != "reference":
+        from megatron_basp.megatron import hooks
+
+        ledger = hooks.install().ledger
+    sent_bytes: list[int] = []
+    with (
+        os.fdopen(os.dup(terminal), "w") as stderr,
+        tqdm(
+            total=iterations, desc=f"{mode:>9}", unit="step", file=stderr, disable=rank != 0, mininterval=0.5
+        ) as progress,
+    ):
+
+        def after_step(record: Record, model: Any) -> None:
+            if ledger is not None:
+                sent_bytes.append(ledger.total_bytes)
+            progress.set_postfix_str(f"loss {record.losses[-1]:.4f}", refresh=False)
+            progress.update()
+
+        record = record_training(after_step)
+        sys.argv = ["pretrain_gpt", *flags]
+        pretrain_gpt.main()
+    # Evaluations exchange too; two steps in a row have nothing but the second step between them.
+    return record, sent_bytes[1] - sent_bytes[0] if sent_bytes else 0
+
+
+def _megatron_flags(options: argparse.Namespace, dataset: TextDataset) -> list[str]:
+    batch_size = options.micro_batch_size
+    flags = f"""
+        --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads {HEADS}
+        --group-query-attention --num-query-groups {KV_HEADS} --seq-length {SEQ_LENGTH}
+        --max-position-embeddings {SEQ_LENGTH} --position-embedding-type rope --swiglu --normalization RMSNorm
+        --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion --no-persist-layer-norm
+        --no-masked-softmax-fusion --micro-batch-size {batch_size} --global-batch-size {MICRO_BATCHES * batch_size}
+        --train-iters {options.iterations} --lr {LEARNING_RATE} --min-lr {LEARNING_RATE / 10} --lr-decay-style cosine
+        --lr-warmup-iters {options.iterations // 10} --weight-decay 0.01 --split 95,5,0 --num-workers 0
+        --eval-iters {HELD_OUT_BATCHES} --eval-interval {options.iterations + 1} --log-interval 10
+    """
+    return [*flags.split(), *dataset.megatron_flags(), "--data-cache-path", str(options.out / "data" / "cache")]
+
+
+def _losses_agree(result: DemoResult) -> bool:
+    """Over the first ten steps to 2e-6; later ones drift apart by rounding, as two orders of one sum do."""
+    reference = result.modes["reference"].losses[:10]
+    others = [result.modes[mode].losses[:10] for mode in result.modes if mode != "reference"]
+    return all(abs(a - b) <= 2e-6 for losses in others for a, b in zip(losses, reference, strict=True))
+
+
+def _write(result: DemoResult, out: Path) -> None:
+    """After each run, and in one go, so that an interrupted demo keeps whole results."""
+    part = out / "result.json.part"
+    part.write_text(json.dumps(result.as_document(), indent=2) + "\n")
+    part.replace(out / "result.json")
+
+
+def _show(result: DemoResult, options: argparse.Namespace) -> None:
+    if not result.modes:
+        return
+    from megatron_basp.cli.demo_report import draw_losses, print_table
+
+    draw_losses(result, options.out / "losses.png")
+    if options.json:
+        print(json.dumps(result.as_document()))
+    else:
+        print_table(result, options.out)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

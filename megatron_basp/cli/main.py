@@ -1,0 +1,35 @@
+"""`megatron-basp SUBCOMMAND`: exits with 0 on success, 2 and one line on bad input, 1 on a failed check."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_basp import __version__
+from megatron_basp.cli import demo
+from megatron_basp.errors import ConfigurationError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megatron-basp",
+        description="Batch-aware sequence parallelism for Megatron-Core: try it.",
+        epilog="To train, see python -m megatron_basp.launch --help.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-basp {__version__}")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    demo.add_parser(subcommands)
+    options = parser.parse_args(argv)
+    try:
+        return options.run(options)
+    except ConfigurationError as error:
+        print(f"megatron-basp: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron-basp: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Exact figures of a training run: losses, gradient norms, times, and the loss on held-out text before and after.
+
+Megatron's log averages the loss over an interval and rounds it. The recorder wraps `train_step` and `evaluate`
+instead. It knows nothing of sequence-parallel modes, so that stock runs can be recorded with it too.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_basp.megatron.seam import replace
+
+
+@dataclass
+class Record:
+    """One entry a step, on the ranks of the last pipeline stage for losses, on all ranks for the rest.
+
+    held_out_losses: one entry an evaluation, the first of them before training.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    held_out_losses: list[float] = field(default_factory=list)
+
+
+def record_training(after_step: Callable[[Record, Any], None] = lambda record, model: None) -> Record:
+    """Record what Megatron's `pretrain` does from now on in this process.
+
+    Args:
+        after_step: called with the record and Megatron's list of model chunks when a step was recorded.
+    """
+    record = Record()
+    held_out = _HeldOutBatches()
+
+    def step(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = original(*args, **kwargs)
+            record.step_seconds.append(time.perf_counter() - start)
+            if "lm loss" in result[0]:
+                record.losses.append(result[0]["lm loss"].item())
+            record.grad_norms.append(float(result[5]))
+            after_step(record, args[2])
+            return result
+
+        return train_step
+
+    def evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate(forward_step_func: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(forward_step_func, held_out.replayed(data_iterator), *args, **kwargs)
+            if "lm loss" in result[0]:
+                record.held_out_losses.append(result[0]["lm loss"].item())
+            return result
+
+        return evaluate
+
+    def training(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(forward_step_func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+            from megatron.training.training import evaluate
+
+            valid_data_iterator, config = args[3], args[5]
+            if get_args().do_valid:
+                evaluate(forward_step_func, valid_data_iterator, model, None, config)
+            return original(forward_step_func, model, *args, **kwargs)
+
+        return train
+
+    replace("megatron.training.training:train_step", ["forward_step_func", "data_iterator", "model"], step)
+    replace(
+        "megatron.training.training:evaluate", ["forward_step_func", "data_iterator", "model", "config"], evaluation
+    )
+    replace("megatron.training.training:train", ["valid_data_iterator", "config"], training)
+    return record
+
+
+class _HeldOutBatches:
+    """The batches of the first evaluation, for every later one: before and after are the same text."""
+
+    def __init__(self) -> None:
+        self._batches: list[Any] = []
+        self._source: Any = None
+
+    def replayed(self, data_iterator: Any) -> Iterator[Any] | None:
+        if data_iterator is None:  # a pipeline stage that reads no data
+            return None
+        if self._source is not None:
+            return iter([dict(batch) for batch in self._batches])
+        self._source = data_iterator
+        return self._recording(data_iterator)
+
+    def _recording(self, data_iterator: Any) -> Iterator[Any]:
+        while True:
+            batch = next(data_iterator)
+            self._batches.append(dict(batch))
+            yield batch

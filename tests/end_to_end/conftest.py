@@ -1,0 +1,33 @@
+"""Megatron is imported once, on the CPU backend; every training run is forked from that."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.training import Trainer
+
+
+@pytest.fixture(scope="session")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Runs real `pretrain()` on a few hundred kilobytes of real text: the sources of this project's own "
+    "dependencies."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megatron_basp import cpu
+
+    cpu.install()
+    from megatron_basp.megatron import pretrain_gpt  # noqa: F401
+    from megatron_basp.megatron.text_dataset import (
+        prepare_text_dataset,
+        sample_texts,
+        standard_library_files,
+        train_tokenizer,
+    )
+
+    folder = tmp_path_factory.mktemp("training")
+    files: list[Path] = standard_library_files()[:40]
+    tokenizer = train_tokenizer(sample_texts(files), folder / "tokenizer", vocab_size=512)
+    dataset = prepare_text_dataset(files, folder / "text", tokenizer)
+    return Trainer([*dataset.megatron_flags(), "--data-cache-path", str(folder / "cache")], folder)

@@ -1,0 +1,149 @@
+"""Training under a plan is training on one rank: real `pretrain()`, fp32, ten steps.
+
+With tensor or pipeline parallelism the reference has the same, since Megatron's initial weights depend on it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_samples, assert_same_training
+
+
+def batch(micro: int, micro_batches: int = 2, data_parallel: int = 1) -> str:
+    """Flags for micro-batches of B sequences, so many of them to a step."""
+    return f"--micro-batch-size {micro} --global-batch-size {micro * micro_batches * data_parallel}"
+
+
+def cp(ranks: int) -> str:
+    return f"--context-parallel-size {ranks}"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6])
+def test_four_ranks_train_as_one_for_any_micro_batch_size(trainer: Trainer, rows: int) -> None:
+    flags = f"{GQA} {ROPE} {batch(rows)}"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+@pytest.mark.parametrize(("rows", "group_sizes"), [(3, [4, 8]), (8, [1])])
+def test_eight_ranks_train_as_one(trainer: Trainer, rows: int, group_sizes: list[int]) -> None:
+    flags = f"{ROPE} {batch(rows, micro_batches=1)}"
+    run, reference = trainer.planned(f"{flags} {cp(8)}", ranks=8), trainer.stock(flags)
+    assert [wave.group_size for wave in run[0].plan.waves] == group_sizes
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+def test_ulysses_mode_trains_as_one_rank(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)}"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4, mode="ulysses"), trainer.stock(flags)
+    assert [wave.group_size for wave in run[0].plan.waves] == [4]
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fewer_kv_heads_than_ranks_of_a_group_train_as_one(trainer: Trainer, kv_heads: int) -> None:
+    flags = f"--group-query-attention --num-query-groups {kv_heads} {ROPE} {batch(3)}"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
+    assert max(run[0].plan.group_sizes) > kv_heads
+    assert_same_training(run, reference)
+
+
+def test_learned_positions_train_as_one_rank(trainer: Trainer) -> None:
+    flags = f"{GQA} --position-embedding-type learned_absolute {batch(3)}"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
+    assert_same_training(run, reference)
+
+
+def test_a_forced_group_size_trains_as_one_rank(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(4)}"
+    run = trainer.planned(f"{flags} {cp(4)} --basp-group-size 2", ranks=4)
+    assert [(len(wave.rows), wave.group_size) for wave in run[0].plan.waves] == [(4, 2)]
+    assert_same_training(run, trainer.stock(flags))
+
+
+def test_data_parallel_ranks_with_accumulation_train_as_one(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3, micro_batches=2, data_parallel=2)}"
+    run, reference = trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_pipeline_stages_train_as_without_context_parallelism(trainer: Trainer, rows: int) -> None:
+    flags = f"{GQA} {ROPE} {batch(rows)} --pipeline-model-parallel-size 2"
+    run, reference = trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_tensor_parallel_ranks_train_as_without_context_parallelism(trainer: Trainer, rows: int) -> None:
+    flags = f"{GQA} {ROPE} {batch(rows)} --tensor-model-parallel-size 2"
+    run, reference = trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+@pytest.mark.parametrize(("rows", "evaluated"), [(2, 3), (3, 1), (4, 6)])
+def test_evaluation_at_another_micro_batch_size_gives_the_same_loss(
+    trainer: Trainer, rows: int, evaluated: int
+) -> None:
+    flags = f"{GQA} {ROPE} {batch(rows)} --eval-micro-batch-size {evaluated} --eval-global-batch-size {evaluated}"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
+    assert_same_training(run, reference)
+
+
+@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_uneven_loss_masks_keep_the_objective(trainer: Trainer, rows: int, per_token: str) -> None:
+    flags = f"{GQA} {ROPE} {batch(rows)} {per_token}"
+    run = trainer.planned(f"{flags} {cp(4)}", ranks=4, masked=True)
+    reference = trainer.stock(flags, masked=True)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+def test_documents_ends_masked_out_keep_the_objective(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)} --eod-mask-loss --reset-position-ids"
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
+
+
+def test_one_wave_trains_as_stock_megatron_with_other_flags(trainer: Trainer) -> None:
+    """For B = N every rank has a sequence of its own: CP=1, DP=N, micro-batch 1."""
+    run = trainer.planned(f"{GQA} {ROPE} {batch(4)} {cp(4)}", ranks=4)
+    reflagged = trainer.stock(f"{GQA} {ROPE} {batch(1, micro_batches=2, data_parallel=4)}", ranks=4)
+    assert_same_training(run, reflagged)
+    assert_same_samples(run, reflagged)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity selective",
+    ],
+)
+def test_recomputed_activations_train_as_one_rank(trainer: Trainer, recompute: str) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)}"
+    run = trainer.planned(f"{flags} {cp(4)} {recompute}", ranks=4)
+    assert_same_training(run, trainer.stock(flags))
+
+
+def test_the_distributed_optimizer_with_overlap_trains_as_one_rank(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)}"
+    run = trainer.planned(
+        f"{flags} {cp(4)} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks=4
+    )
+    assert_same_training(run, trainer.stock(flags), gradients=False)
+
+
+def test_experts_with_auxiliary_and_z_loss_train_as_one_rank(trainer: Trainer) -> None:
+    flags = (
+        f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+        "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+    )
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
