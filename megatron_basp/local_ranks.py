@@ -42,14 +42,19 @@ def run_ranks[Result](function: Callable[[int], Result], ranks: int, log_folder:
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         arguments = (function, ranks, port, log_folder, Path(scratch))
+        # Torch asks the kernel to interrupt the ranks should this process be killed.
+        context = mp.start_processes(_run_rank, arguments, ranks, join=False, daemon=True, start_method="fork")
         try:
-            # Daemons end with their parent, and torch asks the kernel to interrupt them should it be killed.
-            mp.start_processes(_run_rank, arguments, nprocs=ranks, daemon=True, start_method="fork")
+            while not context.join():
+                pass
         except mp.ProcessRaisedException as error:
             raise RankFailed(f"{error.msg.strip()}\n(log: {log_folder}/rank{error.error_index}.log)") from None
         except mp.ProcessExitedException as error:
             log = log_folder / f"rank{error.error_index}.log"
             raise RankFailed(f"rank {error.error_index} ended with exit code {error.exit_code} (log: {log})") from None
+        finally:
+            for process in context.processes:
+                process.kill()
         return [pickle.loads((Path(scratch) / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
@@ -64,7 +69,7 @@ def _run_rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    # The parent handles Ctrl-C, and ends its ranks.
+    # An interrupted rank ends without a word; the parent is interrupted too, and says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _redirect_output(log_folder / f"rank{rank}.log")
     # One thread a rank: more than cores, and ranks that wait for each other in collectives starve.

@@ -20,6 +20,7 @@ Pure: no torch, no Megatron, no globals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -193,7 +194,7 @@ def plan_batch(lengths: Sequence[int], ranks: int, limits: Limits) -> BatchPlan:
         sizes = [k for k in _divisors(ranks) if heads_fit(k, limits) and length % k == 0]
         found = _cheapest_counts(rows, ranks, sizes, limits)
         if found is None:
-            raise ConfigurationError(_why_nothing_fits(rows, length, ranks, limits, sizes))
+            raise ConfigurationError(_why_nothing_fits(rows, length, ranks, limits))
         counts = found
     waves, first = [], 0
     for group_size in sorted(counts):
@@ -220,7 +221,7 @@ def _check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
     if limits.heads < 1 or limits.kv_heads < 1 or limits.heads % limits.kv_heads:
         raise ConfigurationError(
             f"H % Hkv must be 0 with both at least 1, got H={limits.heads}, Hkv={limits.kv_heads} per tensor-parallel "
-            "rank"
+            f"rank: use a number of KV heads that divides {limits.heads}"
         )
     if limits.domain_size is not None and limits.domain_size < 1:
         raise ConfigurationError(f"a fast domain needs at least 1 rank, got {limits.domain_size}")
@@ -229,41 +230,38 @@ def _check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
 def _check_forced(rows: int, length: int, ranks: int, limits: Limits) -> None:
     group_size = limits.group_size
     assert group_size is not None
+    fitting = [k for k in _divisors(ranks) if heads_fit(k, limits) and rows % (ranks // k) == 0 and length % k == 0]
+    remedy = f"use a group size out of {fitting}" if fitting else "leave the group size to the planner"
     if group_size < 1 or ranks % group_size:
-        raise ConfigurationError(
-            f"N % K must be 0, got N={ranks} ranks and K={group_size}: use a group size out of {_divisors(ranks)}"
-        )
+        raise ConfigurationError(f"N % K must be 0, got N={ranks} ranks and K={group_size}: {remedy}")
     if not heads_fit(group_size, limits):
-        fitting = [k for k in _divisors(ranks) if heads_fit(k, limits)]
-        nearest = min(fitting, key=lambda k: (abs(k - group_size), k))
         raise ConfigurationError(
             f"H % K must be 0, and Hkv % K or K % Hkv, got H={limits.heads}, Hkv={limits.kv_heads} per "
-            f"tensor-parallel rank and K={group_size}: the nearest group size that works is {nearest}"
+            f"tensor-parallel rank and K={group_size}: {remedy}"
         )
     groups = ranks // group_size
     if rows % groups:
+        below, above = rows // groups * groups, (rows // groups + 1) * groups
         raise ConfigurationError(
             f"B % (N/K) must be 0 when K is fixed, got B={rows}, N={ranks}, K={group_size} (N/K={groups}): use a "
-            f"micro-batch of {rows // groups * groups or groups} or {(rows // groups + 1) * groups}, or leave the "
-            f"group size to the planner"
+            f"micro-batch of {f'{below} or {above}' if below else above}, or leave the group size to the planner"
         )
     if length % group_size:
         raise ConfigurationError(
             f"S % K must be 0, got S={length} and K={group_size}: the next sequence length that works is "
-            f"{-(-length // group_size) * group_size}"
+            f"{_next_multiple(length, group_size)}"
         )
 
 
 def _cheapest_counts(rows: int, ranks: int, sizes: list[int], limits: Limits) -> dict[int, int] | None:
     """Rows for each K with the least cost and all rows used, or None. Coin change: a wave at K takes rows by N/K."""
-    # Cost of the N/K rows that one step at K takes: (elements that cross domains, all elements), per position and d.
+    # The cost of the N/K rows that one step at K takes, up to factors that all K share: elements sent to ranks of
+    # other domains, and to any rank. A rank holds S/K tokens of such a row and sends 1/K of their elements to a peer.
     steps = []
     for size in sizes:
         groups = ranks // size
-        volume = exchanged_elements_per_token(size, limits) * groups
-        near = size if limits.domain_size is None else _ranks_within_domain(size, limits.domain_size)
-        # Of a token's volume, (K-1)/K leaves the rank and (K-near)/K the domain; times N keeps integers.
-        steps.append((groups, size, volume * (size - near) * groups, volume * (size - 1) * groups))
+        volume = exchanged_elements_per_token(size, limits) * groups * groups
+        steps.append((groups, size, volume * _pairs_across(size, ranks, limits), volume * (size - 1) * ranks))
     best: list[tuple[int, int] | None] = [(0, 0)] + [None] * rows
     chosen: list[tuple[int, int]] = [(0, 0)] * (rows + 1)
     for total in range(1, rows + 1):
@@ -286,28 +284,34 @@ def _cheapest_counts(rows: int, ranks: int, sizes: list[int], limits: Limits) ->
     return counts
 
 
-def _ranks_within_domain(group_size: int, domain_size: int) -> int:
-    """How many ranks of an aligned group share a rank's domain, at worst. Aligned blocks of K fit domains of D ranks
-    if D % K == 0, and are made of whole domains if K % D == 0; otherwise some group straddles a border."""
-    if domain_size % group_size == 0:
-        return group_size
-    if group_size % domain_size == 0:
-        return domain_size
-    return 1
+def _pairs_across(group_size: int, ranks: int, limits: Limits) -> int:
+    """Ordered pairs of ranks that share a group of K but not a fast domain."""
+    if limits.domain_size is None:
+        return 0
+    within, start = 0, 0
+    while start < ranks:
+        # Where a group or a domain ends, so does a run of ranks that share both.
+        stop = min(_next_multiple(start + 1, group_size), _next_multiple(start + 1, limits.domain_size), ranks)
+        within += (stop - start) ** 2
+        start = stop
+    return ranks * group_size - within
 
 
-def _why_nothing_fits(rows: int, length: int, ranks: int, limits: Limits, sizes: list[int]) -> str:
+def _next_multiple(n: int, factor: int) -> int:
+    return -(-n // factor) * factor
+
+
+def _why_nothing_fits(rows: int, length: int, ranks: int, limits: Limits) -> str:
     by_heads = [k for k in _divisors(ranks) if heads_fit(k, limits)]
-    if sizes != by_heads:
-        largest = by_heads[-1]
+    largest = by_heads[-1]
+    if _cheapest_counts(rows, ranks, by_heads, limits) is not None:
         return (
-            f"B={rows} sequences of S={length} tokens cannot be dealt out to N={ranks} ranks: S % K must be 0 and "
-            f"only K in {sizes} divides S: the next sequence length that allows every K up to {largest} is "
-            f"{-(-length // largest) * largest}"
+            f"B={rows} sequences of S={length} tokens cannot be dealt out to N={ranks} ranks: S % K must be 0, and of "
+            f"K in {by_heads} only {[k for k in by_heads if length % k == 0]} divide S: the next sequence length that "
+            f"works is {_next_multiple(length, math.lcm(*by_heads))}"
         )
-    smallest = ranks // by_heads[-1]
     return (
         f"B={rows} sequences cannot be dealt out to N={ranks} ranks: H={limits.heads}, Hkv={limits.kv_heads} per "
-        f"tensor-parallel rank allow only K in {by_heads}, so the micro-batch must be a multiple of {smallest}: use "
-        f"{-(-rows // smallest) * smallest}, or at most {by_heads[-1]} context-parallel ranks"
+        f"tensor-parallel rank allow only K in {by_heads}, so the micro-batch must be a multiple of "
+        f"{ranks // largest}: use {_next_multiple(rows, ranks // largest)}, or --context-parallel-size {largest}"
     )

@@ -141,12 +141,9 @@ def _check(options: argparse.Namespace) -> BatchPlan:
 
 
 def _prepare_text(options: argparse.Namespace) -> TextDataset:
-    from megatron_basp.megatron.text_dataset import (
-        prepare_text_dataset,
-        sample_texts,
-        standard_library_files,
-        train_tokenizer,
-    )
+    from megatron_basp.megatron.text_dataset import prepare_text_dataset
+    from megatron_basp.text_files import sample_texts, standard_library_files
+    from megatron_basp.tokenizer import train_tokenizer
 
     files = options.text or standard_library_files()
     _say(f"preparing text: {len(files)} files")

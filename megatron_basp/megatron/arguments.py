@@ -114,19 +114,22 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         )
     tensor_parallel = _positive(args, "tensor_model_parallel_size")
     heads, kv_heads = _heads_per_rank(args, tensor_parallel)
-    model_ranks = tensor_parallel * args.pipeline_model_parallel_size * ranks
+    pipeline_parallel = _positive(args, "pipeline_model_parallel_size")
+    model_ranks = tensor_parallel * pipeline_parallel * ranks
     if args.world_size % model_ranks:
         raise ConfigurationError(
-            f"world size % (TP·PP·CP) must be 0, got {args.world_size} ranks and {tensor_parallel}·"
-            f"{args.pipeline_model_parallel_size}·{ranks} = {model_ranks}: start a multiple of {model_ranks} ranks"
+            f"world size % (TP·PP·CP) must be 0, got {args.world_size} ranks and "
+            f"{tensor_parallel}·{pipeline_parallel}·{ranks} = {model_ranks}: start a multiple of {model_ranks} ranks"
         )
     data_parallel = args.world_size // model_ranks
-    global_batch_size = args.global_batch_size or batch_size * data_parallel
-    if global_batch_size % (batch_size * data_parallel):
+    global_batch_size = _global_batch_size(args, "global_batch_size", batch_size, data_parallel)
+    if args.eval_global_batch_size is None and global_batch_size % (eval_batch_size * data_parallel):
         raise ConfigurationError(
-            f"global batch size % (B·DP) must be 0, got {global_batch_size}, B={batch_size}, DP={data_parallel}: use "
-            f"a --global-batch-size that is a multiple of {batch_size * data_parallel}"
+            f"evaluation takes the global batch size {global_batch_size} of training, which is no multiple of B·DP = "
+            f"{eval_batch_size}·{data_parallel}: set --eval-global-batch-size to a multiple of "
+            f"{eval_batch_size * data_parallel}"
         )
+    _global_batch_size(args, "eval_global_batch_size", eval_batch_size, data_parallel)
     return Settings(
         mode=mode,
         ranks=ranks,
@@ -143,6 +146,19 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     )
 
 
+def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, data_parallel: int) -> int:
+    if getattr(args, name) is None:
+        return batch_size * data_parallel
+    size = _positive(args, name)
+    if size % (batch_size * data_parallel):
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigurationError(
+            f"{flag} % (B·DP) must be 0, got {size}, B={batch_size}, DP={data_parallel}: use a multiple of "
+            f"{batch_size * data_parallel}"
+        )
+    return size
+
+
 def _positive(args: argparse.Namespace, name: str) -> int:
     value: Any = getattr(args, name)
     if value is None or value < 1:
@@ -155,6 +171,7 @@ def _heads_per_rank(args: argparse.Namespace, tensor_parallel: int) -> tuple[int
     kv_heads = _positive(args, "num_query_groups") if args.group_query_attention else heads
     if heads % tensor_parallel or (kv_heads % tensor_parallel and kv_heads > tensor_parallel):
         raise ConfigurationError(
-            f"heads % TP must be 0, got {heads} attention heads, {kv_heads} query groups and TP={tensor_parallel}"
+            f"heads % TP must be 0, got {heads} attention heads, {kv_heads} query groups and TP={tensor_parallel}: "
+            f"use a --tensor-model-parallel-size that divides both"
         )
     return heads // tensor_parallel, max(1, kv_heads // tensor_parallel)

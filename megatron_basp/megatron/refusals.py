@@ -13,11 +13,12 @@ from megatron_basp.errors import ConfigurationError
 
 
 class Refusal(NamedTuple):
-    """name: the argument. allowed: whether its value is fine. why: reason and remedy."""
+    """name: the argument. allowed: whether its value is fine. why: reason and remedy. flag: if not as name."""
 
     name: str
     allowed: Callable[[Any], bool]
     why: str
+    flag: str | None = None
 
 
 def _unset(value: Any) -> bool:
@@ -38,6 +39,7 @@ REFUSALS = (
     # Data and batches.
     Refusal("rampup_batch_size", _unset, "Megatron parses it and ignores it; use --step-batch-size-schedule"),
     Refusal("hybrid_context_parallel", _unset, "it re-plans the context-parallel group itself; use one or the other"),
+    Refusal("decoder_seq_length", _unset, _OTHER_BATCH),
     Refusal("hierarchical_context_parallel_sizes", _unset, "groups are carved by the plan instead; leave it out"),
     Refusal("sft", _unset, _OTHER_BATCH),
     Refusal("dataloader_inter_document_masking", _unset, _OTHER_BATCH),
@@ -95,8 +97,8 @@ REFUSALS = (
     Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
     Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
     Refusal("num_distributed_optimizer_instances", _one, _NOT_PROVEN),
-    Refusal("fp8", _unset, _NOT_PROVEN),
-    Refusal("fp4", _unset, _NOT_PROVEN),
+    Refusal("fp8", _unset, _NOT_PROVEN, "--fp8-format"),
+    Refusal("fp4", _unset, _NOT_PROVEN, "--fp4-format"),
     Refusal("cuda_graph_impl", lambda value: value in (None, "none"), f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("enable_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("external_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
@@ -113,10 +115,10 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
     Raises:
         AttributeError: this Megatron has no such argument, so that what it stood for may have another name.
     """
-    for name, allowed, why in REFUSALS:
+    for name, allowed, why, flag in REFUSALS:
         value = getattr(args, name)
         if not allowed(value):
-            flag = "--" + name.replace("_", "-")
+            flag = flag or "--" + name.replace("_", "-")
             raise ConfigurationError(
                 f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {why}"
             )

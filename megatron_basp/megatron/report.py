@@ -35,7 +35,7 @@ def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of
         table.add_row("tokens a rank T", f"{plan.tokens} = B·S/N")
         for wave in plan.waves:
             table.add_row(
-                f"  {len(wave.rows)} sequences at K = {wave.group_size}",
+                f"  sequences at K = {wave.group_size}: {len(wave.rows)}",
                 _groups(wave.group_size, cp_groups, domain_of_rank, settings),
             )
         table.add_row(
@@ -59,7 +59,7 @@ def _groups(
     where = (
         f"each inside one {domain}"
         if within == len(blocks)
-        else f"{len(blocks) - within} of {len(blocks)} cross a {domain}'s border"
+        else f"{len(blocks) - within} of {len(blocks)} cross the border of a {domain}"
     )
     return f"{number}{more}; {where}"
 

@@ -8,7 +8,7 @@ one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,19 +52,19 @@ class PlannedSchedule:
         if not runtime.first_step_checked:
             counted = Counter(runtime.ledger.collectives)
             counted.subtract(before)
-            check_exchanges(plan, attention_layers(arguments["model"]), arguments["num_microbatches"], counted)
+            check_exchanges(plan, core_attentions(arguments["model"]), arguments["num_microbatches"], counted)
             runtime.first_step_checked = True
         return result
 
 
-def attention_layers(model: Any) -> Iterator[BaspAttention]:
-    """The core attentions of a model, or of a list of model chunks."""
+def core_attentions(model: Any) -> Iterator[torch.nn.Module]:
+    """The core attention of every layer of a model, or of a list of model chunks."""
     for chunk in model if isinstance(model, list) else [model]:
-        yield from (module for module in chunk.modules() if isinstance(module, BaspAttention))
+        yield from (module for name, module in chunk.named_modules() if name.endswith("core_attention"))
 
 
 def check_exchanges(
-    plan: BatchPlan, layers: Iterator[BaspAttention], microbatches: int, counted: Counter[Exchange]
+    plan: BatchPlan, attentions: Iterable[torch.nn.Module], microbatches: int, counted: Counter[Exchange]
 ) -> None:
     """Each layer must have exchanged once for each micro-batch and wave with K > 1, or twice where it is recomputed.
 
@@ -72,15 +72,16 @@ def check_exchanges(
         RuntimeError: a layer did not; its attention saw a part of each sequence only.
     """
     waves = Counter(wave.group_size for wave in plan.waves if wave.group_size > 1)
-    for layer in layers:
+    for attention in attentions:
+        layer = attention.layer if isinstance(attention, BaspAttention) else None
         for group_size, number in waves.items():
             expected = number * microbatches
-            found = counted[Exchange(layer.layer, "qkv", "forward", group_size)]
+            found = 0 if layer is None else counted[Exchange(layer, "qkv", "forward", group_size)]
             if found not in (expected, 2 * expected):
                 raise RuntimeError(
-                    f"layer {layer.layer} exchanged {found} times in groups of {group_size} in its first step, and "
-                    f"should have {expected} times (twice that with recompute) for {microbatches} micro-batches: "
-                    f"attention did not see whole sequences"
+                    f"layer {layer or type(attention).__name__} exchanged {found} times in groups of {group_size} in "
+                    f"its first step, and should have {expected} times (twice that with recompute) for {microbatches} "
+                    f"micro-batches: attention did not see whole sequences"
                 )
 
 

@@ -52,20 +52,18 @@ def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequenc
         for part in filter(None, owner_path.split(".")):
             owner = getattr(owner, part)
         original = getattr(owner, name)
+        others = [importlib.import_module(other) for other in also_in]
     except (ImportError, AttributeError) as error:
         raise _mismatch(target, str(error)) from error
     accepted = inspect.signature(original).parameters
     missing = [parameter for parameter in parameters if parameter not in accepted]
     if missing:
         raise _mismatch(target, f"it takes no parameter {', '.join(missing)}")
-    holders = [owner]
-    for other in also_in:
-        module = importlib.import_module(other)
-        if getattr(module, name, None) is not original:
-            raise _mismatch(target, f"{other} does not hold the same {name}")
-        holders.append(module)
+    for other in others:
+        if getattr(other, name, None) is not original:
+            raise _mismatch(target, f"{other.__name__} does not hold the same {name}")
     replacement = make(original)
-    for holder in holders:
+    for holder in [owner, *others]:
         setattr(holder, name, replacement)
 
 

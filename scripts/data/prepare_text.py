@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.megatron.text_dataset import prepare_text_dataset, sample_texts, train_tokenizer
+from megatron_basp.megatron.text_dataset import prepare_text_dataset
+from megatron_basp.text_files import sample_texts
+from megatron_basp.tokenizer import train_tokenizer
 
 DESCRIPTION = """\
 Tokenize text into PREFIX.bin and PREFIX.idx, the pair that Megatron's --data-path names.

@@ -19,12 +19,9 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
     cpu.install()
     from megatron_basp.megatron import pretrain_gpt  # noqa: F401
-    from megatron_basp.megatron.text_dataset import (
-        prepare_text_dataset,
-        sample_texts,
-        standard_library_files,
-        train_tokenizer,
-    )
+    from megatron_basp.megatron.text_dataset import prepare_text_dataset
+    from megatron_basp.text_files import sample_texts, standard_library_files
+    from megatron_basp.tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("training")
     files: list[Path] = standard_library_files()[:40]

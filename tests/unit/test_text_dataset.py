@@ -27,15 +27,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.megatron.text_dataset import (
-    END_OF_DOCUMENT,
-    PADDING,
-    check_text_dataset,
-    prepare_text_dataset,
-    sample_texts,
-    standard_library_files,
-    train_tokenizer,
-)
+from megatron_basp.megatron.text_dataset import check_text_dataset, prepare_text_dataset
+from megatron_basp.text_files import sample_texts, standard_library_files
+from megatron_basp.tokenizer import END_OF_DOCUMENT, PADDING, train_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "data" / "prepare_text.py"
 TEXTS = [

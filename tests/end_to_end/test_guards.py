@@ -1,0 +1,182 @@
+"""What goes wrong in the field, done on purpose: each fault is refused, or makes the comparison with one rank fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megatron_basp.local_ranks import RankFailed
+from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_training
+
+FLAGS = f"{GQA} {ROPE} --micro-batch-size 3 --global-batch-size 6"
+PLANNED = f"{FLAGS} --context-parallel-size 4"
+
+
+def leave_stock_attention_in() -> None:
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    LocalSpecProvider.core_attention = lambda self: DotProductAttention
+
+
+def without_the_walk_over_the_model() -> None:
+    from megatron_basp.megatron import hooks
+
+    hooks.check_model = lambda model: None
+
+
+def without_the_count_of_exchanges() -> None:
+    from megatron_basp.megatron import schedule
+
+    schedule.check_exchanges = lambda *arguments: None
+
+
+def test_stock_attention_in_a_planned_model_is_refused_when_it_is_built(trainer: Trainer) -> None:
+    with pytest.raises(RankFailed, match=r"layers\.0\.self_attention\.core_attention is DotProductAttention"):
+        trainer.planned(PLANNED, ranks=4, sabotage=leave_stock_attention_in)
+
+
+def test_stock_attention_that_slips_in_is_refused_in_the_first_step(trainer: Trainer) -> None:
+    def sabotage() -> None:
+        leave_stock_attention_in()
+        without_the_walk_over_the_model()
+
+    with pytest.raises(
+        RankFailed, match="layer DotProductAttention exchanged 0 times in groups of 2 in its first step"
+    ):
+        trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
+
+
+def test_attention_without_its_exchange_is_refused_in_the_first_step(trainer: Trainer) -> None:
+    def sabotage() -> None:
+        from megatron_basp import attention
+
+        attention.sequence_to_heads = lambda query, key, value, where: (
+            query[:, : query.shape[1] // where.size].repeat(where.size, 1, 1),
+            key[:, : max(1, key.shape[1] // where.size)].repeat(where.size, 1, 1),
+            value[:, : max(1, value.shape[1] // where.size)].repeat(where.size, 1, 1),
+        )
+
+    with pytest.raises(RankFailed, match="exchanged 0 times in groups of 2"):
+        trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
+
+
+def test_a_module_that_may_mix_tokens_is_refused(trainer: Trainer) -> None:
+    def sabotage() -> None:
+        import torch
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        class Convolution(torch.nn.Module):
+            pass
+
+        plain = TransformerLayer.__init__
+
+        def with_convolution(self: TransformerLayer, *args: object, **kwargs: object) -> None:
+            plain(self, *args, **kwargs)
+            self.convolution = Convolution()
+
+        TransformerLayer.__init__ = with_convolution
+
+    with pytest.raises(RankFailed, match=r"decoder\.layers\.0\.convolution is Convolution"):
+        trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
+
+
+def stock_attention_and_no_guard() -> None:
+    leave_stock_attention_in()
+    without_the_walk_over_the_model()
+    without_the_count_of_exchanges()
+
+
+def rows_of_another_group() -> None:
+    from megatron_basp.megatron import schedule
+
+    take_stream = schedule.take_stream
+    schedule.take_stream = lambda plan, rank, batch: take_stream(plan, rank, batch.flip(0) if rank >= 2 else batch)
+
+
+def positions_of_the_rank_instead_of_the_sequence() -> None:
+    from megatron_basp.megatron import model
+
+    stream_positions = model.stream_positions
+    model.stream_positions = lambda plan, rank, device: stream_positions(plan, 0, device)
+
+
+def loss_averaged_by_rank() -> None:
+    from megatron_basp.megatron import schedule
+
+    schedule.with_rescaled_loss = lambda forward_step_func, runtime: forward_step_func
+
+
+def gradient_of_one_kv_copy() -> None:
+    from megatron_basp import all_to_all
+
+    from_ranks = all_to_all._from_ranks
+
+    def first_copy_only(x, shape):  # type: ignore[no-untyped-def]
+        tokens, heads, head_size = shape
+        if heads < x.shape[0]:
+            return x.reshape(heads, -1, tokens, head_size)[:, 0].transpose(0, 1).contiguous()
+        return from_ranks(x, shape)
+
+    all_to_all._from_ranks = first_copy_only
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        stock_attention_and_no_guard,
+        rows_of_another_group,
+        positions_of_the_rank_instead_of_the_sequence,
+        loss_averaged_by_rank,
+        gradient_of_one_kv_copy,
+    ],
+)
+def test_the_comparison_with_one_rank_sees(trainer: Trainer, sabotage: Callable[[], None]) -> None:
+    flags = FLAGS.replace("--num-query-groups 4", "--num-query-groups 2")
+    run = trainer.planned(f"{flags} --context-parallel-size 4", ranks=4, masked=True, sabotage=sabotage)
+    with pytest.raises(AssertionError):
+        assert_same_training(run, trainer.stock(flags, masked=True))
+
+
+def test_a_group_that_is_too_small_fails(trainer: Trainer) -> None:
+    def sabotage() -> None:
+        from megatron_basp.megatron import hooks
+
+        create = hooks.create_sequence_groups
+
+        def with_halved_groups(*arguments: object) -> object:
+            groups = create(*arguments)
+            return replace(groups, by_size={**groups.by_size, 4: groups.by_size[2]})
+
+        hooks.create_sequence_groups = with_halved_groups
+
+    with pytest.raises(RankFailed):
+        trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
+
+
+def test_a_batch_of_another_shape_than_planned_is_refused(trainer: Trainer) -> None:
+    def sabotage() -> None:
+        from megatron_basp.megatron import pretrain_gpt
+
+        get_batch = pretrain_gpt.get_batch
+
+        def of_one_row_less(data_iterator: object, vp_stage: int | None = None) -> object:
+            batch = {key: x if x is None else x[:2] for key, x in next(data_iterator).items()}  # type: ignore[call-overload]
+            return get_batch(iter([batch]), vp_stage)
+
+        pretrain_gpt.get_batch = of_one_row_less
+
+    with pytest.raises(RankFailed, match=r"the plan is for a micro-batch of \[B, S\] = \[3, 64\], got \[2, 64\]"):
+        trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
+
+
+def test_a_loss_function_of_two_values_is_refused(trainer: Trainer) -> None:
+    def sabotage() -> None:
+        from megatron_basp.megatron import pretrain_gpt
+
+        pretrain_gpt.loss_func = lambda loss_mask, output, model=None: (output.mean(), {"lm loss": output.mean()})
+
+    with pytest.raises(RankFailed, match="the loss function returned 2 values"):
+        trainer.planned(PLANNED, ranks=4, sabotage=sabotage)

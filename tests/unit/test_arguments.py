@@ -1,0 +1,380 @@
+"""The flags: what they give, what they refuse, and whether the remedies in the messages work. Without Megatron."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_basp.errors import ConfigurationError
+from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
+from megatron_basp.megatron.refusals import REFUSALS
+
+# Each refused argument: a value as Megatron has it by default (or as the remedy says), and one that must be refused.
+FEATURES = {
+    "rampup_batch_size": (None, [16, 16, 1000]),
+    "hybrid_context_parallel": (False, True),
+    "hierarchical_context_parallel_sizes": (None, [2, 4]),
+    "sft": (False, True),
+    "dataloader_inter_document_masking": (False, True),
+    "decoder_seq_length": (None, 64),
+    "reset_attention_mask": (False, True),
+    "perform_rl_step": (False, True),
+    "yaml_cfg": (None, "run.yaml"),
+    "spec": (None, ["module", "function"]),
+    "heterogeneous_layers_config_path": (None, "layers.json"),
+    "heterogeneous_layers_config_encoded_json": (None, "{}"),
+    "hybrid_layer_pattern": (None, "M*M*"),
+    "hybrid_override_pattern": (None, "M*M*"),
+    "experimental_attention_variant": (None, "gated_delta_net"),
+    "mtp_num_layers": (None, 1),
+    "multi_latent_attention": (False, True),
+    "window_size": (None, (128, 0)),
+    "softmax_type": ("vanilla", "learnable"),
+    "qk_clip": (False, True),
+    "log_max_attention_logit": (False, True),
+    "apply_query_key_layer_scaling": (False, True),
+    "position_embedding_type": ("learned_absolute", "yarn"),
+    "transformer_impl": ("transformer_engine", "inference_optimized"),
+    "attention_dropout": (0.0, 0.1),
+    "hidden_dropout": (0.0, 0.1),
+    "expert_model_parallel_size": (1, 2),
+    "moe_router_load_balancing_type": ("aux_loss", "sinkhorn"),
+    "moe_expert_capacity_factor": (None, 1.0),
+    "moe_expert_rank_capacity_factor": (None, 1.0),
+    "moe_input_jitter_eps": (None, 0.01),
+    "moe_router_enable_expert_bias": (False, True),
+    "overlap_moe_expert_parallel_comm": (False, True),
+    "sequence_parallel": (False, True),
+    "use_megatron_fsdp": (False, True),
+    "use_torch_fsdp2": (False, True),
+    "tp_comm_overlap": (False, True),
+    "use_tp_pp_dp_mapping": (False, True),
+    "tensor_parallel_num_weight_shards": (None, 2),
+    "expert_tensor_parallel_num_weight_shards": (None, 2),
+    "num_distributed_optimizer_instances": (1, 2),
+    "fp8": (None, "hybrid"),
+    "fp4": (None, "e2m1"),
+    "cuda_graph_impl": ("none", "local"),
+    "enable_cuda_graph": (False, True),
+    "external_cuda_graph": (False, True),
+    "cpu_offloading_num_layers": (0, 2),
+    "fine_grained_activation_offloading": (False, True),
+    "logits_save_dir": (None, "logits"),
+    "logits_load_dir": (None, "logits"),
+}
+BASP = "--sequence-parallel-mode basp"
+ULYSSES = "--sequence-parallel-mode ulysses"
+
+
+def megatron_like_parser():
+    """Those of Megatron's flags that ours depend on, with its defaults, and ours on top."""
+    parser = argparse.ArgumentParser()
+    for name in ("micro-batch", "eval-micro-batch", "global-batch", "eval-global-batch"):
+        parser.add_argument(f"--{name}-size", type=int)
+    for name in ("context-parallel", "tensor-model-parallel", "pipeline-model-parallel"):
+        parser.add_argument(f"--{name}-size", type=int, default=1)
+    parser.add_argument("--seq-length", type=int)
+    parser.add_argument("--num-attention-heads", type=int)
+    parser.add_argument("--num-query-groups", type=int, default=1)
+    parser.add_argument("--group-query-attention", action="store_true")
+    parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
+    return add_arguments(parser)
+
+
+def parse(flags, world_size=8, **attributes):
+    """A run of 3 sequences of 64 tokens with 8 heads on 8 context-parallel ranks, but for what is given."""
+    run = "--context-parallel-size 8 --micro-batch-size 3 --seq-length 64 --num-attention-heads 8"
+    args = megatron_like_parser().parse_args(f"{run} {flags}".split())
+    vars(args).update(attributes, world_size=world_size)
+    return args
+
+
+def accepted(flags, **attributes):
+    return settings_from_arguments(parse(flags, **attributes))
+
+
+def refused(flags, **attributes):
+    """The message of a refusal, which is one line."""
+    with pytest.raises(ConfigurationError) as caught:
+        settings_from_arguments(parse(flags, **attributes))
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+def waves(settings, micro_batch_size):
+    plan = settings.plan(micro_batch_size, settings.seq_length)
+    return [(len(wave.rows), wave.group_size) for wave in plan.waves]
+
+
+# What a sound run gives.
+
+
+def test_settings_hold_what_the_run_asked_for():
+    settings = accepted(
+        f"{BASP} --micro-batch-size 2 --eval-micro-batch-size 4 --global-batch-size 8 --tensor-model-parallel-size 2 "
+        "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --calculate-per-token-loss "
+        "--basp-domain-size 16 --basp-ledger sent.json",
+        world_size=32,
+    )
+    assert (settings.mode, settings.ranks, settings.seq_length) == ("basp", 8, 64)
+    assert (settings.micro_batch_size, settings.eval_micro_batch_size, settings.global_batch_size) == (2, 4, 8)
+    assert (settings.tensor_model_parallel_size, settings.data_parallel_size) == (2, 2)
+    assert (settings.limits.heads, settings.limits.kv_heads, settings.limits.group_size) == (16, 4, None)
+    assert (settings.domain_devices, settings.ledger, settings.per_token_loss) == (16, Path("sent.json"), True)
+
+
+def test_what_is_not_given_follows_from_the_rest():
+    settings = accepted(BASP, world_size=16)
+    assert (settings.eval_micro_batch_size, settings.global_batch_size, settings.data_parallel_size) == (3, 6, 2)
+    assert (settings.limits.heads, settings.limits.kv_heads) == (8, 8), "without grouped queries Hkv = H"
+    assert (settings.domain_devices, settings.ledger, settings.per_token_loss) == (None, None, False)
+
+
+def test_key_value_heads_fewer_than_tensor_parallel_ranks_count_as_one_each():
+    settings = accepted(
+        f"{BASP} --tensor-model-parallel-size 4 --num-attention-heads 32 --group-query-attention --num-query-groups 2",
+        world_size=32,
+    )
+    assert (settings.limits.heads, settings.limits.kv_heads) == (8, 1)
+
+
+def test_groups_are_those_of_training_and_of_evaluation_and_no_others():
+    settings = accepted(f"{BASP} --micro-batch-size 3 --eval-micro-batch-size 8 --eval-global-batch-size 8")
+    assert settings.batch_sizes() == (3, 8)
+    assert waves(settings, 3) == [(2, 4), (1, 8)] and waves(settings, 8) == [(8, 1)]
+    assert settings.group_sizes() == (1, 4, 8)
+    assert accepted(BASP).group_sizes() == (4, 8)
+    assert accepted(f"{BASP} --eval-micro-batch-size 3").batch_sizes() == (3,)
+
+
+def test_ulysses_is_one_wave_over_all_ranks_whatever_the_batch():
+    for micro_batch_size in (1, 3, 8):
+        settings = accepted(f"{ULYSSES} --micro-batch-size {micro_batch_size}")
+        assert waves(settings, micro_batch_size) == [(micro_batch_size, 8)]
+
+
+def test_a_fixed_group_size_holds_for_all_rows():
+    assert waves(accepted(f"{BASP} --micro-batch-size 4 --basp-group-size 4"), 4) == [(4, 4)]
+
+
+def test_the_domain_that_was_learnt_bounds_the_plan_and_changes_nothing_else():
+    settings = accepted(BASP)
+    learnt = settings.with_domain(4)
+    assert (settings.limits.domain_size, learnt.limits.domain_size) == (None, 4)
+    assert learnt.with_domain(None) == settings
+
+
+def test_without_a_mode_there_are_no_settings_and_megatrons_flags_are_its_own_business():
+    assert accepted("") is None
+    assert accepted("--sequence-parallel-mode none --micro-batch-size 0 --cp-comm-type a2a --seq-length 7") is None
+    assert accepted("", **{name: bad for name, (_, bad) in FEATURES.items()}) is None
+
+
+def test_checking_sets_nothing():
+    args = parse(BASP)
+    before = dict(vars(args))
+    settings_from_arguments(args)
+    assert vars(args) == before
+    assert args.cp_comm_type == ["p2p"], "Megatron's default is still what it was"
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["micro-batch-size", "eval-micro-batch-size", "seq-length", "num-attention-heads", "pipeline-model-parallel-size"],
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_below_one_are_refused_by_flag_and_value(flag, value):
+    assert refused(f"{BASP} --{flag} {value}") == f"--{flag} must be 1 or more, got {value}"
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "seq_length", "num_attention_heads"])
+def test_sizes_left_out_are_refused_by_flag(name):
+    assert refused(BASP, **{name: None}) == f"--{name.replace('_', '-')} must be 1 or more, got None"
+
+
+def test_key_value_heads_below_one_are_refused_where_queries_are_grouped():
+    message = refused(f"{BASP} --group-query-attention --num-query-groups 0")
+    assert message == "--num-query-groups must be 1 or more, got 0"
+
+
+def test_a_length_that_megatron_cannot_divide_gets_the_next_one_that_works():
+    message = refused(f"{BASP} --seq-length 72")  # N divides it, 2·N does not
+    assert "S % (2·N)" in message and "S=72, N=8 and B=3" in message and message.endswith(" 80")
+    assert accepted(f"{BASP} --seq-length 80").seq_length == 80
+
+
+def test_heads_that_no_group_size_fits_get_a_batch_and_a_number_of_ranks_that_work():
+    message = refused(f"{BASP} --num-attention-heads 4")
+    assert "B=3" in message and "H=4, Hkv=4" in message
+    assert message.endswith("must be a multiple of 2: use 4, or --context-parallel-size 4")
+    assert accepted(f"{BASP} --num-attention-heads 4 --micro-batch-size 4").group_sizes() == (2,)
+    assert accepted(f"{BASP} --num-attention-heads 4 --context-parallel-size 4").group_sizes() == (2, 4)
+
+
+def test_ulysses_over_more_ranks_than_heads_is_refused():
+    message = refused(f"{ULYSSES} --num-attention-heads 4")
+    assert "H=4" in message and "K=8" in message
+
+
+def test_a_group_size_that_does_not_divide_the_ranks_gets_those_that_do():
+    message = refused(f"{BASP} --micro-batch-size 8 --num-attention-heads 24 --basp-group-size 3")
+    assert "N=8 ranks and K=3" in message and message.endswith("[1, 2, 4, 8]")
+    for group_size in (1, 2, 4, 8):
+        settings = accepted(f"{BASP} --micro-batch-size 8 --num-attention-heads 24 --basp-group-size {group_size}")
+        assert settings.group_sizes() == (group_size,)
+
+
+@pytest.mark.parametrize(
+    "batches", ["--micro-batch-size 6", "--micro-batch-size 4 --eval-micro-batch-size 6 --eval-global-batch-size 12"]
+)
+def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_training_and_at_evaluation(batches):
+    message = refused(f"{BASP} {batches} --basp-group-size 2")
+    assert "B=6, N=8, K=2 (N/K=4): use a micro-batch of 4 or 8, or leave the group size to the planner" in message
+    for remedy in ("--micro-batch-size 4 --basp-group-size 2", "--micro-batch-size 8 --basp-group-size 2", batches):
+        accepted(f"{BASP} {remedy}")
+
+
+@pytest.mark.parametrize("flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-ledger sent.json"])
+def test_our_flags_without_a_mode_are_refused_by_name(flag):
+    name = flag.split()[0]
+    message = refused(flag)
+    assert message.startswith(f"{name} does nothing without {BASP}") and message.endswith(f"or drop {name}")
+    accepted(f"{BASP} --micro-batch-size 2 {flag}")
+
+
+@pytest.mark.parametrize("given", ["p2p", "a2a", "p2p a2a"])
+@pytest.mark.parametrize("mode", ["basp", "ulysses"])
+def test_a_communication_type_given_by_the_user_is_refused_even_if_it_is_the_default(mode, given):
+    message = refused(f"--sequence-parallel-mode {mode} --cp-comm-type {given}")
+    assert message.startswith(f"--cp-comm-type (got {given})") and message.endswith("leave it out")
+
+
+@pytest.mark.parametrize("mode", ["basp", "ulysses"])
+def test_a_mode_without_context_parallelism_is_refused(mode):
+    message = refused(f"--sequence-parallel-mode {mode} --context-parallel-size 1")
+    assert f"--sequence-parallel-mode {mode} needs --context-parallel-size N of 2 or more" in message
+    assert message.endswith("got 1")
+
+
+def test_ulysses_with_another_group_size_is_refused_and_with_its_own_is_not():
+    message = refused(f"{ULYSSES} --basp-group-size 4")
+    assert "K = N = 8" in message and "--basp-group-size 4" in message and message.endswith("use basp")
+    assert accepted(f"{ULYSSES} --basp-group-size 8").group_sizes() == (8,)
+
+
+@pytest.mark.parametrize("flag", ["--basp-group-size", "--basp-domain-size"])
+def test_our_sizes_below_one_are_refused_by_flag_and_value(flag):
+    assert refused(f"{BASP} {flag} 0") == f"{flag} must be 1 or more, got 0"
+
+
+def test_a_world_that_does_not_divide_gets_the_number_of_ranks_to_start():
+    message = refused(f"{BASP} --pipeline-model-parallel-size 2", world_size=24)
+    assert "got 24 ranks and 1·2·8 = 16" in message and message.endswith("start a multiple of 16 ranks")
+    assert accepted(f"{BASP} --pipeline-model-parallel-size 2", world_size=32).data_parallel_size == 2
+
+
+def test_a_global_batch_that_does_not_divide_gets_what_it_must_be_a_multiple_of():
+    message = refused(f"{BASP} --global-batch-size 9", world_size=16)
+    assert "got 9, B=3, DP=2" in message and message.endswith("a multiple of 6")
+    assert accepted(f"{BASP} --global-batch-size 12", world_size=16).global_batch_size == 12
+    assert refused(f"{BASP} --global-batch-size -3") == "--global-batch-size must be 1 or more, got -3"
+
+
+def test_a_global_batch_that_evaluation_does_not_divide_is_refused():
+    message = refused(f"{BASP} --eval-micro-batch-size 5", world_size=16)
+    assert "6" in message and message.endswith("set --eval-global-batch-size to a multiple of 10")
+    accepted(f"{BASP} --eval-micro-batch-size 5 --eval-global-batch-size 10", world_size=16)
+    message = refused(f"{BASP} --eval-micro-batch-size 5 --eval-global-batch-size 15", world_size=16)
+    assert "--eval-global-batch-size" in message and message.endswith("a multiple of 10")
+
+
+@pytest.mark.parametrize(
+    "heads", ["--num-attention-heads 9", "--num-attention-heads 12 --group-query-attention --num-query-groups 3"]
+)
+def test_heads_that_tensor_parallelism_does_not_divide_are_refused(heads):
+    message = refused(f"{BASP} --tensor-model-parallel-size 2 {heads}", world_size=16)
+    assert message.startswith("heads % TP must be 0") and "TP=2" in message
+
+
+def test_an_unknown_mode_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        parse("--sequence-parallel-mode ring")
+    assert "'none', 'ulysses', 'basp'" in capsys.readouterr().err
+
+
+# Features.
+
+
+def test_each_refusal_has_a_row_in_the_table():
+    assert sorted(refusal.name for refusal in REFUSALS) == sorted(FEATURES)
+
+
+@pytest.mark.parametrize("mode", ["basp", "ulysses"])
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
+def test_each_unsupported_feature_is_refused_by_name_with_value_reason_and_remedy(refusal, mode):
+    bad = FEATURES[refusal.name][1]
+    message = refused(f"--sequence-parallel-mode {mode}", **{refusal.name: bad})
+    assert message.startswith("--" + refusal.name.replace("_", "-"))
+    assert f"(got {bad})" in message and f"--sequence-parallel-mode {mode}" in message
+    assert message.endswith(refusal.why) and refusal.why
+
+
+@pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS])
+def test_an_argument_that_megatron_no_longer_has_is_not_passed_over(name):
+    args = parse(BASP)
+    delattr(args, name)
+    with pytest.raises(AttributeError, match=name):
+        settings_from_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position_embedding_type", "rope"),
+        ("position_embedding_type", "none"),
+        ("transformer_impl", "local"),
+        ("moe_router_load_balancing_type", "none"),
+        ("moe_router_load_balancing_type", ["aux_loss", "none"]),
+        ("moe_router_load_balancing_type", None),
+        ("expert_model_parallel_size", None),
+    ],
+)
+def test_other_values_that_are_supported_are_not_refused(name, value):
+    assert accepted(BASP, **{name: value}).mode == "basp"
+
+
+def test_one_unsupported_load_balancing_among_supported_ones_is_refused():
+    assert "seq_aux_loss" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"])
+
+
+# Help.
+
+
+def test_help_says_what_each_flag_does_and_how_they_fit_together():
+    text = " ".join(megatron_like_parser().format_help().split())
+    for taught in (
+        "set --context-parallel-size N and --micro-batch-size B, and each sequence gets K ranks",
+        "N/B where B divides N",
+        "--sequence-parallel-mode {none,ulysses,basp}",
+        "none: stock Megatron. ulysses: every sequence over all N context-parallel ranks. basp:",
+        "--basp-group-size K",
+        "Unset, the planner chooses K for each micro-batch size.",
+        "K must divide N, and N/K must divide the micro-batch size.",
+        "--basp-domain-size D",
+        "devices joined by fast links",
+        "--basp-ledger FILE",
+        "ledger.rank0.json",
+    ):
+        assert taught in text
+
+
+def test_without_our_flags_nothing_is_switched_on():
+    args = megatron_like_parser().parse_args([])
+    assert args.sequence_parallel_mode == "none"
+    assert (args.basp_group_size, args.basp_domain_size, args.basp_ledger) == (None, None, None)
