@@ -19,9 +19,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-
-class RankFailed(RuntimeError):
-    """A rank raised; the message ends with its traceback, and its log is named."""
+from megatron_basp.errors import RankFailed
 
 
 def run_ranks[Result](function: Callable[[int], Result], ranks: int, log_folder: Path) -> list[Result]:

@@ -6,10 +6,13 @@ One rank without parallelism is the reference; Ulysses and BASP must give its lo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import statistics
 import sys
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,20 +114,30 @@ def run(options: argparse.Namespace) -> int:
         },
         plan=[{"rows": len(wave.rows), "group_size": wave.group_size} for wave in plan.waves],
     )
-    # Before torch is imported: what is compared here is computed on the CPU, also where there is a GPU.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _say("loading Megatron …")
-    from megatron_basp import cpu
-
-    cpu.install()
-    dataset = _prepare_text(options)
     try:
-        for mode in MODES:
-            result.modes[mode] = _train(mode, options, dataset, plan)
-            _write(result, options.out)
+        # Libraries print what they like; this command's own stdout is for its result.
+        with contextlib.redirect_stdout(sys.stderr):
+            _train_all(result, options, plan)
     finally:
         _show(result, options)
     return 0 if _losses_agree(result) else 1
+
+
+def _train_all(result: DemoResult, options: argparse.Namespace, plan: BatchPlan) -> None:
+    """Prepare the text and run every mode; a finished one is kept whatever happens to the next."""
+    # Before torch is imported: what is compared here is computed on the CPU, also where there is a GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _say("loading Megatron …")
+    # What it warns of, missing GPU libraries, is what this demo does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    from megatron_basp import cpu
+
+    cpu.install()
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    dataset = _prepare_text(options)
+    for mode in MODES:
+        result.modes[mode] = _train(mode, options, dataset, plan)
+        _write(result, options.out)
 
 
 def _check(options: argparse.Namespace) -> BatchPlan:

@@ -7,7 +7,7 @@ import sys
 
 from megatron_basp import __version__
 from megatron_basp.cli import demo
-from megatron_basp.errors import ConfigurationError
+from megatron_basp.errors import ConfigurationError, RankFailed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"megatron-basp: error: {error}", file=sys.stderr)
         return 2
+    except RankFailed as error:
+        print(f"megatron-basp: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("megatron-basp: interrupted", file=sys.stderr)
         return 130

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.refusals import refuse_unsupported
 from megatron_basp.megatron.settings import Settings
+from megatron_basp.megatron.text_dataset import check_text_dataset
 from megatron_basp.plan import Limits
 
 MODES = ("none", "ulysses", "basp")
@@ -157,6 +158,19 @@ def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, dat
             f"{batch_size * data_parallel}"
         )
     return size
+
+
+def check_data_files(args: argparse.Namespace) -> None:
+    """Make sure that the data sets on local disks are there and whole, before ranks wait for each other over one.
+
+    Raises:
+        ConfigurationError: names the file that is missing or half-written, and the command that makes it.
+    """
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for word in getattr(args, name) or ():
+            is_weight = word.replace(".", "", 1).isdigit()
+            if not is_weight and "://" not in word:
+                check_text_dataset(Path(word))
 
 
 def _positive(args: argparse.Namespace, name: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_basp.ledger import Ledger
-from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
+from megatron_basp.megatron.arguments import add_arguments, check_data_files, settings_from_arguments
 from megatron_basp.megatron.core_attention import MegatronBaspAttention, make_sdpa, make_te
 from megatron_basp.megatron.model import check_model, read_positions_from_plan, without_context_parallelism
 from megatron_basp.megatron.report import print_plan
@@ -81,6 +81,8 @@ def _add_arguments(runtime: Runtime, original: Function) -> Function:
 def _validate_arguments(runtime: Runtime, original: Function) -> Function:
     def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
         settings = settings_from_arguments(args)
+        if settings is not None:
+            check_data_files(args)
         args.cp_comm_type = list(args.cp_comm_type)  # the marked default has done its work
         result = original(args, defaults)
         if settings is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_basp.local_ranks import RankFailed
+from megatron_basp.errors import RankFailed
 from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_training
 
 FLAGS = f"{GQA} {ROPE} --micro-batch-size 3 --global-batch-size 6"

@@ -1,0 +1,158 @@
+"""The commands as a user types them, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.training import GQA, MODEL, ROPE, TRAINING, Trainer
+
+BIN = Path(sys.executable).parent
+LAUNCH = ["-m", "megatron_basp.launch", "--cpu"]
+SCRIPT = str(Path(__file__).parents[2] / "megatron_basp" / "megatron" / "pretrain_gpt.py")
+BASP = f"{GQA} {ROPE} --micro-batch-size 3 --sequence-parallel-mode basp --context-parallel-size 2"
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_torchrun_trains_with_an_unmodified_script_and_writes_what_each_rank_sent(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    flags = [*MODEL.split(), *TRAINING.split(), *trainer.data_flags, *BASP.split(), "--basp-ledger", "sent.json"]
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *LAUNCH, SCRIPT, *flags]
+    done = run(*torchrun, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "> megatron_basp: Megatron-Core 0.19" in done.stdout
+    assert "sequences at K = 2" in done.stdout
+    assert "iteration       10/      10" in done.stdout
+    for rank in (0, 1):
+        sent = json.loads((tmp_path / f"sent.rank{rank}.json").read_text())
+        assert sent["rank"] == rank
+        assert sent["sent_bytes_to_peer"] == {str(1 - rank): sent["sent_bytes"]} and sent["sent_bytes"] > 0
+
+
+def test_bad_input_makes_the_launcher_exit_with_2_and_one_line(tmp_path: Path) -> None:
+    flags = f"{MODEL} {TRAINING} {BASP} --mock-data --tokenizer-type NullTokenizer --vocab-size 127".split()
+    done = run(sys.executable, *LAUNCH, "-m", "megatron_basp.megatron.pretrain_gpt", *flags, cwd=tmp_path)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("megatron_basp: error:")]
+    assert len(said) == 1 and said[0].endswith("got 1 ranks and 1·1·2 = 2: start a multiple of 2 ranks")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no SCRIPT given"),
+        (["nowhere.py"], "there is no script nowhere.py: give the path of Megatron's pretrain_gpt.py"),
+    ],
+)
+def test_a_launcher_without_a_script_says_so(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = run(sys.executable, "-m", "megatron_basp.launch", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"megatron_basp: error: {message}")
+
+
+def test_two_megatrons_on_the_path_are_refused(tmp_path: Path) -> None:
+    """`megatron` is a namespace package: a folder that has `megatron.training` alone takes that from another place."""
+    other = tmp_path / "other" / "megatron" / "training"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("")
+    script = tmp_path / "other" / "script.py"
+    script.write_text("raise SystemExit('the script must not be reached')")
+    done = run(sys.executable, "-m", "megatron_basp.launch", str(script), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "two Megatrons are on the path" in done.stderr and str(tmp_path / "other") in done.stderr
+
+
+@pytest.fixture(scope="module")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    sources = sorted((Path(__file__).parents[2] / "megatron_basp").rglob("*.py"))
+    (folder / "text.txt").write_text("\n".join(path.read_text() for path in sources))
+    (folder / "more.jsonl").write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in sources))
+    return folder
+
+
+def demo(folder: Path, *arguments: str) -> list[str]:
+    text = [str(folder / name) for name in ("text.txt", "more.jsonl")]
+    return [str(BIN / "megatron-basp"), "demo", "--out", str(folder / "out"), *arguments, "--text", *text]
+
+
+def test_the_demo_prints_one_document_with_equal_losses_and_fewer_bytes(demo_folder: Path) -> None:
+    command = demo(demo_folder, "--json", "--iterations", "4", "--micro-batch-size", "3")
+    done = run(*command, cwd=demo_folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads(done.stdout)
+    assert document == json.loads((demo_folder / "out" / "result.json").read_text())
+    assert document["plan"] == [{"rows": 2, "group_size": 2}, {"rows": 1, "group_size": 4}]
+    assert document["max_loss_difference"] <= 2e-6
+    for mode, group_sizes in {"reference": [1], "ulysses": [4], "basp": [2, 4]}.items():
+        result = document[mode]
+        assert len(result["losses"]) == len(result["grad_norms"]) == 4
+        assert result["group_sizes"] == group_sizes
+        assert result["step_seconds"] > 0
+        assert result["held_out_loss_after"] < result["held_out_loss_before"]
+    sent = [document[mode]["bytes_sent_per_rank_per_step"] for mode in ("reference", "basp", "ulysses")]
+    # Of 2 rows at K=2 and 1 at K=4, against 3 at K=4: (2·(1/2) + 3/4) / (3·(3/4)) of the bytes, with H=8 and Hkv=4.
+    assert sent[0] == 0 and sent[1] * 9 == sent[2] * 7
+    assert (demo_folder / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--micro-batch-size", "0"], "a micro-batch needs at least 1 sequence"),
+        (["--ranks", "1"], "--ranks must be 2 or more"),
+        (["--ranks", "3"], "H % K must be 0"),
+        (["--iterations", "1"], "--iterations must be 2 or more"),
+    ],
+)
+def test_a_demo_that_cannot_be_exits_with_2_and_one_line(
+    demo_folder: Path, arguments: list[str], message: str
+) -> None:
+    done = run(*demo(demo_folder, *arguments), cwd=demo_folder)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGKILL]])
+def test_an_interrupted_demo_leaves_no_process_behind(demo_folder: Path, signals: list[signal.Signals]) -> None:
+    """Ctrl-C, which the terminal sends to the whole group; and a kill of the parent alone."""
+    command = demo(demo_folder, "--iterations", "100000")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    log = demo_folder / "out" / "logs" / "reference" / "rank0.log"
+    log.unlink(missing_ok=True)
+    deadline = time.monotonic() + 120
+    while not (log.exists() and b"iteration " in log.read_bytes()):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    if signals == [signal.SIGINT]:
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    else:
+        process.kill()
+        process.wait(timeout=30)
+    deadline = time.monotonic() + 30
+    while group_is_alive(process.pid):
+        assert time.monotonic() < deadline, "ranks are still there"
+        time.sleep(0.1)
+    process.communicate()
+
+
+def group_is_alive(process_group: int) -> bool:
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return False
+    return True
