@@ -64,6 +64,12 @@ def install() -> Runtime:
     hook(
         "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention", [], _core_attention
     )
+    hook(
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+        ["micro_batch_size"],
+        _tensor_parallel_batch,
+        also_in=("megatron.training.training",),
+    )
     hook("megatron.core.utils:get_batch_on_this_cp_rank", ["batch"], _batch, also_in=("megatron.training.training",))
     hook(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
@@ -194,6 +200,19 @@ def _core_attention(runtime: Runtime, original: Function) -> Function:
         return functools.partial(MegatronBaspAttention, make_kernel, runtime)
 
     return core_attention
+
+
+def _tensor_parallel_batch(runtime: Runtime, original: Function) -> Function:
+    """Scripts allocate what tensor-parallel ranks receive for the micro-batch size of training, at evaluation too."""
+    signature = inspect.signature(original)
+
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        if runtime.is_active and runtime.plan_holder.is_set:
+            arguments["micro_batch_size"] = len(runtime.plan_holder.plan.lengths)
+        return original(**arguments)
+
+    return get_batch_on_this_tp_rank
 
 
 def _batch(runtime: Runtime, original: Function) -> Function:

@@ -97,6 +97,13 @@ def test_evaluation_at_another_micro_batch_size_gives_the_same_loss(
     assert_same_training(run, reference)
 
 
+def test_evaluation_at_another_micro_batch_size_under_tensor_parallelism(trainer: Trainer) -> None:
+    """Stock Megatron fails here, so its own evaluation takes the same samples in micro-batches of training's size."""
+    flags = f"{GQA} {ROPE} {batch(2)} --tensor-model-parallel-size 2 --eval-global-batch-size 6"
+    run = trainer.planned(f"{flags} {cp(2)} --eval-micro-batch-size 3", ranks=4)
+    assert_same_training(run, trainer.stock(flags, ranks=2))
+
+
 @pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_uneven_loss_masks_keep_the_objective(trainer: Trainer, rows: int, per_token: str) -> None:
