@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_basp.megatron.settings import Settings
-from megatron_basp.plan import BatchPlan
+from megatron_basp.plan import BatchPlan, Limits
 from megatron_basp.process_groups import aligned_blocks
 
 
@@ -40,7 +40,7 @@ def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of
             )
         table.add_row(
             "plain Megatron flags that do the same",
-            plain_flags(plan) or "none: sequences get different numbers of ranks",
+            plain_flags(plan, settings.limits) or "none: sequences get different numbers of ranks",
         )
     Console(width=120).print(table)
 
@@ -64,7 +64,7 @@ def _groups(
     return f"{number}{more}; {where}"
 
 
-def plain_flags(plan: BatchPlan) -> str | None:
+def plain_flags(plan: BatchPlan, limits: Limits) -> str | None:
     """The flags of stock Megatron that spread the same sequences over the same ranks, where there are such.
 
     One wave at K with B rows is CP = K, micro-batch B·K/N and N/K times the data parallelism.
@@ -74,4 +74,8 @@ def plain_flags(plan: BatchPlan) -> str | None:
     group_size = plan.waves[0].group_size
     rows = len(plan.lengths) * group_size // plan.ranks
     flags = f"--context-parallel-size {group_size} --micro-batch-size {rows}"
-    return flags if group_size == 1 else f"{flags} --cp-comm-type a2a"
+    if group_size == 1:
+        return flags
+    if limits.kv_heads % group_size:
+        return f"{flags}, but not by a2a: it wants Hkv % K to be 0, and Hkv = {limits.kv_heads}"
+    return f"{flags} --cp-comm-type a2a"

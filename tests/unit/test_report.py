@@ -55,7 +55,14 @@ def printed(capsys):
     ],
 )
 def test_plain_flags_spread_the_same_sequences_where_one_group_size_serves_all(rows, group_size, flags):
-    assert plain_flags(plan_batch((64,) * rows, 8, Limits(8, 8, group_size))) == flags
+    limits = Limits(8, 8, group_size)
+    assert plain_flags(plan_batch((64,) * rows, 8, limits), limits) == flags
+
+
+def test_plain_flags_say_where_stock_all_to_all_refuses_the_key_value_heads():
+    limits = Limits(8, 2)
+    flags = plain_flags(plan_batch((64,) * 2, 8, limits), limits)
+    assert flags.startswith("--context-parallel-size 4 --micro-batch-size 1, but not by a2a") and "Hkv = 2" in flags
 
 
 def test_two_sequences_share_four_ranks_each(printed):
