@@ -15,19 +15,19 @@ from megatron_basp.plan import BatchPlan
 
 
 @lru_cache(maxsize=64)
-def _rows_and_positions(plan: BatchPlan, rank: int) -> tuple[Tensor, Tensor]:
-    """The row and the position of every token of the stream, each [T] int64 on the CPU."""
+def _rows_and_positions(plan: BatchPlan, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The row and the position of every token of the stream, each [T] int64."""
     rows, positions = [], []
     for share in plan.shares(rank):
         here = torch.arange(share.start, share.stop)
         rows.append(torch.tensor(share.rows).repeat(len(here)))
         positions.append(here.repeat_interleave(len(share.rows)))
-    return torch.cat(rows), torch.cat(positions)
+    return torch.cat(rows).to(device), torch.cat(positions).to(device)
 
 
-def stream_positions(plan: BatchPlan, rank: int, device: torch.device | str = "cpu") -> Tensor:
+def stream_positions(plan: BatchPlan, rank: int, device: torch.device) -> Tensor:
     """The position within its own sequence of every token of the stream, [T] int64."""
-    return _rows_and_positions(plan, rank)[1].to(device, non_blocking=True)
+    return _rows_and_positions(plan, rank, device)[1]
 
 
 def take_stream(plan: BatchPlan, rank: int, batch: Tensor) -> Tensor:
@@ -45,9 +45,7 @@ def take_stream(plan: BatchPlan, rank: int, batch: Tensor) -> Tensor:
     expected = (len(plan.lengths), plan.lengths[0])
     if tuple(batch.shape) != expected:
         raise ValueError(f"the plan is for a micro-batch of [B, S] = {list(expected)}, got {list(batch.shape)}")
-    rows, positions = _rows_and_positions(plan, rank)
-    flat_index = (rows * batch.shape[1] + positions).to(batch.device, non_blocking=True)
-    return batch.reshape(-1).index_select(0, flat_index)[None]
+    return batch[_rows_and_positions(plan, rank, batch.device)][None]
 
 
 def join_streams(plan: BatchPlan, streams: list[Tensor]) -> Tensor:
@@ -61,6 +59,5 @@ def join_streams(plan: BatchPlan, streams: list[Tensor]) -> Tensor:
     """
     batch = streams[0].new_empty(len(plan.lengths), plan.lengths[0])
     for rank, stream in enumerate(streams):
-        rows, positions = _rows_and_positions(plan, rank)
-        batch[rows.to(batch.device), positions.to(batch.device)] = stream.reshape(-1)
+        batch[_rows_and_positions(plan, rank, batch.device)] = stream.reshape(-1)
     return batch

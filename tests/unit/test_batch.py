@@ -46,7 +46,7 @@ def test_between_them_streams_hold_each_token_once_and_t_of_them_each(plan):
 def test_positions_are_those_of_the_tokens_in_their_own_sequences(plan):
     position_of = numbered(plan) % plan.lengths[0]
     for rank in range(plan.ranks):
-        assert torch.equal(stream_positions(plan, rank), take_stream(plan, rank, position_of)[0])
+        assert torch.equal(stream_positions(plan, rank, position_of.device), take_stream(plan, rank, position_of)[0])
 
 
 @given(plans())
