@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,17 +15,9 @@ if TYPE_CHECKING:
 
 def print_table(result: DemoResult, out: Path) -> None:
     """Final losses, differences, times and bytes of the runs that finished."""
-    table = Table(title="the same training, three ways", title_justify="left")
-    for name in (
-        "",
-        "final loss",
-        "largest difference",
-        "held-out loss",
-        "step",
-        "K of each wave",
-        "sent a rank and step",
-    ):
-        table.add_column(name, justify="left" if not name else "right")
+    table = Table(title="the same training, three ways", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in ("", "final loss", "difference", "held-out loss", "step", "K", "sent"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for mode, run in result.modes.items():
         table.add_row(
             mode,
@@ -38,8 +31,10 @@ def print_table(result: DemoResult, out: Path) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "Times are of processes that share this machine's cores, where sending is a copy in memory: they say nothing "
-        f"about a cluster. Results: {out / 'result.json'}, {out / 'losses.png'}; logs: {out / 'logs'}",
+        "difference: the largest of a step's loss from the reference's. K: ranks that share a sequence, for each "
+        "wave. sent: by a rank in a step, in the exchanges of attention. Times are of processes that share this "
+        f"machine's cores, where sending is a copy in memory: they say nothing about a cluster. Results: "
+        f"{out / 'result.json'}, {out / 'losses.png'}; logs: {out / 'logs'}",
         highlight=False,
     )
 
