@@ -58,6 +58,44 @@ def test_learned_positions_train_as_one_rank(trainer: Trainer) -> None:
     assert_same_training(run, reference)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{ROPE} --untie-embeddings-and-output-weights --add-qkv-bias",
+        f"{ROPE} --qk-layernorm --kv-channels 16",
+        f"{ROPE} --use-rope-scaling --no-rope-freq 2",
+        f"{ROPE} --rotary-percent 0.5 --rotary-interleaved",
+        f"{ROPE} --attention-output-gate",
+        "--position-embedding-type none",
+        f"{ROPE} --normalization LayerNorm --cross-entropy-loss-fusion",
+    ],
+)
+def test_variants_of_the_model_train_as_one_rank(trainer: Trainer, flags: str) -> None:
+    flags = f"{GQA} {batch(3)} {flags}"
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rerun-mode validate_results --check-for-spiky-loss --log-throughput --log-num-zeros-in-grad",
+        "--dataloader-type cyclic --data-parallel-random-init",
+        "--use-cpu-initialization --deterministic-mode --no-create-attention-mask-in-dataloader",
+    ],
+)
+def test_ways_of_running_do_not_change_the_training(trainer: Trainer, flags: str) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)} {flags}"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+def test_skipped_iterations_take_their_samples_and_change_nothing_else(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)} --iterations-to-skip 3 4"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
+    assert_same_training(run, reference, gradients=False, steps=8)
+
+
 def test_a_forced_group_size_trains_as_one_rank(trainer: Trainer) -> None:
     flags = f"{GQA} {ROPE} {batch(4)}"
     run = trainer.planned(f"{flags} {cp(4)} --basp-group-size 2", ranks=4)
