@@ -86,19 +86,24 @@ class _HeldOutBatches:
     """The batches of the first evaluation, for every later one: before and after are the same text."""
 
     def __init__(self) -> None:
-        self._batches: list[Any] = []
-        self._source: Any = None
+        self._batches: dict[int, list[Any]] = {}  # by virtual pipeline stage
 
-    def replayed(self, data_iterator: Any) -> Iterator[Any] | None:
-        if data_iterator is None:  # a pipeline stage that reads no data
+    def replayed(self, data_iterator: Any) -> Any:
+        """What stands for Megatron's iterator: one, one for each virtual pipeline stage, or None where none is read."""
+        if isinstance(data_iterator, list):
+            return [self._replayed(stage, iterator) for stage, iterator in enumerate(data_iterator)]
+        return self._replayed(0, data_iterator)
+
+    def _replayed(self, stage: int, data_iterator: Any) -> Iterator[Any] | None:
+        if data_iterator is None:
             return None
-        if self._source is not None:
-            return iter([dict(batch) for batch in self._batches])
-        self._source = data_iterator
-        return self._recording(data_iterator)
+        if stage in self._batches:
+            return iter([dict(batch) for batch in self._batches[stage]])
+        return self._recording(data_iterator, self._batches.setdefault(stage, []))
 
-    def _recording(self, data_iterator: Any) -> Iterator[Any]:
+    @staticmethod
+    def _recording(data_iterator: Any, batches: list[Any]) -> Iterator[Any]:
         while True:
             batch = next(data_iterator)
-            self._batches.append(dict(batch))
+            batches.append(dict(batch))
             yield batch

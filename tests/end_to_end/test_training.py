@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_samples, assert_same_training
+from tests.end_to_end.training import GQA, ROPE, SEQ_LENGTH, Trainer, assert_same_samples, assert_same_training
 
 
 def batch(micro: int, micro_batches: int = 2, data_parallel: int = 1) -> str:
@@ -90,6 +90,14 @@ def test_ways_of_running_do_not_change_the_training(trainer: Trainer, flags: str
     assert_same_samples(run, reference)
 
 
+def test_a_batch_size_schedule_trains_as_on_one_rank(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} --micro-batch-size 3 --step-batch-size-schedule 0:3,{12 * SEQ_LENGTH}:6"
+    run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
+    assert [len(rows) for rows in reference[0].samples] == [3] * 4 + [6] * 6
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
 def test_skipped_iterations_take_their_samples_and_change_nothing_else(trainer: Trainer) -> None:
     flags = f"{GQA} {ROPE} {batch(3)} --iterations-to-skip 3 4"
     run, reference = trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags)
@@ -113,6 +121,14 @@ def test_data_parallel_ranks_with_accumulation_train_as_one(trainer: Trainer) ->
 @pytest.mark.parametrize("rows", [2, 3])
 def test_pipeline_stages_train_as_without_context_parallelism(trainer: Trainer, rows: int) -> None:
     flags = f"{GQA} {ROPE} {batch(rows)} --pipeline-model-parallel-size 2"
+    run, reference = trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+def test_virtual_pipeline_stages_train_as_without_context_parallelism(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3, micro_batches=4)} --num-layers 4 --pipeline-model-parallel-size 2"
+    flags = f"{flags} --num-virtual-stages-per-pipeline-rank 2"
     run, reference = trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2)
     assert_same_training(run, reference)
     assert_same_samples(run, reference)
