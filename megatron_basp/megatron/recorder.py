@@ -89,7 +89,7 @@ class _HeldOutBatches:
         self._batches: dict[int, list[Any]] = {}  # by virtual pipeline stage
 
     def replayed(self, data_iterator: Any) -> Any:
-        """What stands for Megatron's iterator: one, one for each virtual pipeline stage, or None where none is read."""
+        """What stands for Megatron's iterator: one, one for each virtual pipeline stage, or None where none is."""
         if isinstance(data_iterator, list):
             return [self._replayed(stage, iterator) for stage, iterator in enumerate(data_iterator)]
         return self._replayed(0, data_iterator)
