@@ -8,6 +8,7 @@ order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -118,15 +119,34 @@ class BaspAttention(torch.nn.Module):
 
 
 class CausalSDPA:
-    """Torch's scaled dot-product attention as a kernel: causal, grouped queries, `sbhd` in and out."""
+    """Torch's scaled dot-product attention as a kernel: causal, grouped queries, `sbhd` in and out.
 
-    def __init__(self, softmax_scale: float) -> None:
+    Args:
+        window: tokens before its own that a query sees, or None for all of them.
+    """
+
+    def __init__(self, softmax_scale: float, window: int | None = None) -> None:
         self.softmax_scale = softmax_scale
+        self.window = window
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # [S, rows, h, d] -> [rows, h, S, d]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mask = None if self.window is None else sliding_window(query.shape[2], self.window, query.device)
         output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return output.permute(2, 0, 1, 3).flatten(2)
+
+
+@lru_cache(maxsize=4)
+def sliding_window(length: int, window: int, device: torch.device) -> Tensor:
+    """What each query (row) sees of the keys: itself and `window` tokens before it, [S, S] bool."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    return seen.tril().triu(-window)

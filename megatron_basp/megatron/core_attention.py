@@ -71,9 +71,15 @@ def share_of_heads(config: Any, group_size: int) -> Any:
     return config
 
 
-def make_sdpa(*, config: Any, softmax_scale: float | None = None, **ignored: Any) -> Kernel:
-    """Torch's scaled dot-product attention; it takes any number of heads, so only the scale is of interest."""
-    return CausalSDPA(softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels))
+def make_sdpa(*, config: Any, layer_number: int, softmax_scale: float | None = None, **ignored: Any) -> Kernel:
+    """Torch's scaled dot-product attention; it takes any number of heads, so only scale and window are of interest."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    return CausalSDPA(
+        softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels),
+        window=config.window_size[0] if windowed else None,
+    )
 
 
 def make_te(te_attention: type[torch.nn.Module]) -> Callable[..., Kernel]:

@@ -10,7 +10,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
@@ -21,12 +20,13 @@ from megatron_basp.plan import BatchPlan
 TOKEN_WISE = frozenset(
     # Embeddings, norms, linear layers (Megatron's own, Transformer Engine's, Apex's), routing of single tokens.
     """
-    VocabParallelEmbedding Embedding RotaryEmbedding Dropout Identity IdentityOp IdentityFuncOp
+    VocabParallelEmbedding Embedding RotaryEmbedding YarnRotaryEmbedding Dropout Identity IdentityOp IdentityFuncOp
     LayerNorm RMSNorm FusedLayerNorm L2Norm TENorm
     ColumnParallelLinear RowParallelLinear TEColumnParallelLinear TERowParallelLinear TELinear
     TELayerNormColumnParallelLinear TEColumnParallelGroupedLinear TERowParallelGroupedLinear TopKRouter
     """.split()
 )
+ROTARY = frozenset({"RotaryEmbedding", "YarnRotaryEmbedding"})
 CONTAINERS = frozenset(
     """
     GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
@@ -38,22 +38,23 @@ CONTAINERS = frozenset(
 class StreamRotaryEmbedding(torch.nn.Module):
     """Megatron's rotary table, a row for each token of this rank's stream.
 
-    Takes the place of a `RotaryEmbedding` in a built model. The inner one makes the table of S positions (its own
-    group is a group of one); the plan says which of them this rank holds, and where.
+    Takes the place of a `RotaryEmbedding` or `YarnRotaryEmbedding` in a built model. The inner one makes the table of
+    S positions, as for a group of one; the plan says which of them this rank holds, and where.
     """
 
     def __init__(self, inner: torch.nn.Module, runtime: Runtime) -> None:
         super().__init__()
         self.inner = inner
         self.plan_holder = runtime.plan_holder
-        self.cp_rank = runtime.groups.cp_rank
-        self._latest: tuple[BatchPlan, Tensor] | None = None
+        self.groups = runtime.groups
+        self._latest: tuple[BatchPlan, Any] | None = None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         return self.inner.get_rotary_seq_len(*args, **kwargs)
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """[T, 1, 1, dim], the signature of `core/models/common/embeddings/rotary_pos_embedding.py`."""
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """[T, 1, 1, dim], and with YaRN the scale of attention behind it; the signatures of
+        `core/models/common/embeddings/rotary_pos_embedding.py` and `yarn_rotary_pos_embedding.py`."""
         plan = self.plan_holder.plan
         if max_seq_len != plan.tokens or offset or packed_seq or cp_group is not None:
             raise ValueError(
@@ -61,8 +62,10 @@ class StreamRotaryEmbedding(torch.nn.Module):
                 f"{max_seq_len} (offset {offset}, packed {packed_seq}, group {cp_group})"
             )
         if self._latest is None or self._latest[0] is not plan:
-            table = self.inner(plan.lengths[0])
-            self._latest = (plan, table[stream_positions(plan, self.cp_rank, table.device)])
+            made = self.inner(plan.lengths[0], cp_group=self.groups.alone)
+            table, *scale = made if isinstance(made, tuple) else (made,)
+            table = table[stream_positions(plan, self.groups.cp_rank, table.device)]
+            self._latest = (plan, (table, *scale) if scale else table)
         return self._latest[1]
 
 
@@ -84,7 +87,7 @@ def read_positions_from_plan(model: torch.nn.Module, runtime: Runtime) -> None:
     """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)"""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child).__name__ == "RotaryEmbedding":
+            if type(child).__name__ in ROTARY:
                 setattr(module, name, StreamRotaryEmbedding(child, runtime))
 
 

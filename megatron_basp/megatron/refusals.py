@@ -29,6 +29,10 @@ def _one(value: Any) -> bool:
     return value in (None, 1)
 
 
+def _looks_back(window: Any) -> bool:
+    return window is None or (window[0] >= 0 and window[1] == 0)
+
+
 _NOT_PROVEN = "not shown to be exact yet; leave it out, or use --sequence-parallel-mode none"
 _OTHER_BATCH = (
     "its batches are not [B, S] rows of one length, which is what is planned; use --sequence-parallel-mode none"
@@ -59,15 +63,15 @@ REFUSALS = (
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
     Refusal("mtp_num_layers", _unset, f"multi-token prediction needs tokens of the next rank; {_NOT_PROVEN}"),
     Refusal("multi_latent_attention", _unset, _NOT_PROVEN),
-    Refusal("window_size", _unset, f"sliding windows would be replaced by full causal attention; {_NOT_PROVEN}"),
+    Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
     Refusal("softmax_type", lambda value: value in (None, "vanilla"), f"attention sinks; {_NOT_PROVEN}"),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),
     Refusal(
         "position_embedding_type",
-        lambda value: value in ("rope", "learned_absolute", "none"),
-        "only rope, learned_absolute and none are supported",
+        lambda value: value in ("rope", "yarn", "learned_absolute", "none"),
+        "only rope, yarn, learned_absolute and none are supported",
     ),
     Refusal(
         "transformer_impl", lambda value: value in ("local", "transformer_engine"), "use local or transformer_engine"
@@ -86,16 +90,15 @@ REFUSALS = (
         "moe_expert_rank_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"
     ),
     Refusal("moe_input_jitter_eps", _unset, f"noise of ranks that share a sequence; {_NOT_PROVEN}"),
-    Refusal("moe_router_enable_expert_bias", _unset, _NOT_PROVEN),
     Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
     # Parallelism and precision.
     Refusal("sequence_parallel", _unset, f"tensor-parallel sequence parallelism; {_NOT_PROVEN}"),
     Refusal("use_megatron_fsdp", _unset, _NOT_PROVEN),
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
-    Refusal("use_tp_pp_dp_mapping", _unset, _NOT_PROVEN),
     Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
     Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
+    Refusal("use_tp_pp_dp_mapping", _unset, "Megatron refuses it where CP and PP are both above 1; leave it out"),
     Refusal("num_distributed_optimizer_instances", _one, _NOT_PROVEN),
     Refusal("fp8", _unset, _NOT_PROVEN, "--fp8-format"),
     Refusal("fp4", _unset, _NOT_PROVEN, "--fp4-format"),

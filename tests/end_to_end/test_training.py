@@ -67,6 +67,8 @@ def test_learned_positions_train_as_one_rank(trainer: Trainer) -> None:
         f"{ROPE} --rotary-percent 0.5 --rotary-interleaved",
         f"{ROPE} --attention-output-gate",
         "--position-embedding-type none",
+        "--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 32",
+        f"{ROPE} --window-size 7,0 --window-attn-skip-freq 2",
         f"{ROPE} --normalization LayerNorm --cross-entropy-loss-fusion",
     ],
 )
@@ -206,5 +208,13 @@ def test_experts_with_auxiliary_and_z_loss_train_as_one_rank(trainer: Trainer) -
     flags = (
         f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
         "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+    )
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
+
+
+def test_experts_balanced_by_a_bias_train_as_one_rank(trainer: Trainer) -> None:
+    flags = (
+        f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-load-balancing-type none"
     )
     assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
