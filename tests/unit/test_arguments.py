@@ -33,7 +33,7 @@ FEATURES = {
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
     "apply_query_key_layer_scaling": (False, True),
-    "position_embedding_type": ("learned_absolute", "yarn"),
+    "position_embedding_type": ("learned_absolute", "mrope"),
     "transformer_impl": ("transformer_engine", "inference_optimized"),
     "attention_dropout": (0.0, 0.1),
     "hidden_dropout": (0.0, 0.1),
