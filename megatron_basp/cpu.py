@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from megatron_basp.errors import ConfigurationError
+
 _CPU = torch.device("cpu")
 
 # Every factory that Megatron calls with `device="cuda"` or a device index. The methods too, for `x.new_empty(…)`.
@@ -37,10 +39,11 @@ def install(force: bool = False) -> None:
         force: also on a machine with CUDA, which is refused otherwise: one would compute on the CPU without noticing.
 
     Raises:
-        RuntimeError: there is a GPU, or Megatron was imported already.
+        ConfigurationError: there is a GPU.
+        RuntimeError: Megatron was imported already.
     """
     if torch.cuda.is_available() and not force:
-        raise RuntimeError("the CPU backend is for machines without CUDA, and this one has it: leave --cpu out")
+        raise ConfigurationError("the CPU backend is for machines without CUDA, and this one has it: leave --cpu out")
     if "megatron.core" in sys.modules:
         raise RuntimeError("the CPU backend must be installed before megatron.core is imported; it has been already")
     _map_devices_to_cpu()

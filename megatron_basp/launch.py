@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_basp.launch",
+        usage="torchrun … -m megatron_basp.launch [-h] [--cpu] [-m] SCRIPT [Megatron's flags]",
         description="Run a Megatron training script, unmodified, with --sequence-parallel-mode registered.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,7 +67,10 @@ def _prepare(options: argparse.Namespace) -> str:
     if not options.arguments:
         raise ConfigurationError("no SCRIPT given: name Megatron's pretrain_gpt.py, or -m and a module (see --help)")
     script = options.arguments[0]
-    if not options.module:
+    if options.module:
+        if importlib.util.find_spec(script) is None:
+            raise ConfigurationError(f"there is no module {script}: give its full name, as for python -m")
+    else:
         if not Path(script).is_file():
             raise ConfigurationError(f"there is no script {script}: give the path of Megatron's pretrain_gpt.py")
         # As `python SCRIPT` would: first, so that a checkout's own Megatron wins over an installed one as a whole.
@@ -116,9 +121,8 @@ def megatron_root() -> Path:
 
 
 def _exit_with(message: str) -> NoReturn:
-    # Every rank finds the same fault; one of each node says so.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"megatron_basp: error: {message}", file=sys.stderr, flush=True)
+    # On every rank: most faults are found by all of them, but a file may be missing on one host only.
+    print(f"megatron_basp: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -41,7 +41,7 @@ def run_ranks[Result](function: Callable[[int], Result], ranks: int, log_folder:
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         arguments = (function, ranks, port, log_folder, Path(scratch))
         # Torch asks the kernel to interrupt the ranks should this process be killed.
-        context = mp.start_processes(_run_rank, arguments, ranks, join=False, daemon=True, start_method="fork")
+        context = mp.start_processes(_run_rank, arguments, ranks, join=False, start_method="fork")
         try:
             while not context.join():
                 pass

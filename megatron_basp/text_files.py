@@ -65,10 +65,14 @@ def source_stats(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [{"path": str(path), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in stats]
 
 
-def read_documents(files: Sequence[Path], json_key: str, start: Sequence[int] = (0, 0, 0)) -> Iterator[Document]:
-    """A document from each line of a `.jsonl` file, and one from any other file.
+def read_documents(
+    files: Sequence[Path], json_key: str, start: Sequence[int] = (0, 0, 0), document_bytes: int | None = None
+) -> Iterator[Document]:
+    """A document from each line of a `.jsonl` file; any other file is one, or several.
 
-    `start` is where to begin: the `after` of the last document that was read.
+    Args:
+        start: where to begin: the `after` of the last document that was read.
+        document_bytes: cut plain text at the ends of lines into documents of about this size; None leaves it whole.
 
     Raises:
         ConfigurationError: a file that is not UTF-8, or not JSONL with text under the key.
@@ -84,8 +88,13 @@ def read_documents(files: Sequence[Path], json_key: str, start: Sequence[int] = 
                     offset += len(raw)
                     yield Document(text, len(raw), (number, offset, line))
         else:
-            raw = path.read_bytes()
-            yield Document(_decode(raw, path, 0), len(raw), (number + 1, 0, 0))
+            with path.open("rb") as stream:
+                stream.seek(offset)
+                while lines := stream.readlines(-1 if document_bytes is None else document_bytes):
+                    raw = b"".join(lines)
+                    text = _decode(raw, path, offset)
+                    offset += len(raw)
+                    yield Document(text, len(raw), (number, offset, 0))
         offset = line = 0
 
 

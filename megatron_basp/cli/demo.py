@@ -143,14 +143,18 @@ def _train_all(result: DemoResult, options: argparse.Namespace, plan: BatchPlan)
 def _check(options: argparse.Namespace) -> BatchPlan:
     if options.iterations < 2:
         raise ConfigurationError(f"--iterations must be 2 or more, got {options.iterations}")
-    if options.ranks < 2:
-        raise ConfigurationError(f"--ranks must be 2 or more to have something to share out, got {options.ranks}")
+    if options.ranks < 2 or HEADS % options.ranks:
+        usable = [ranks for ranks in range(2, HEADS + 1) if HEADS % ranks == 0]
+        raise ConfigurationError(
+            f"H % N must be 0 for Ulysses, and N above 1, got H={HEADS} heads and --ranks {options.ranks}: use one of "
+            f"{usable}"
+        )
+    if options.micro_batch_size < 1:
+        raise ConfigurationError(f"--micro-batch-size must be 1 or more, got {options.micro_batch_size}")
     for file in options.text or ():
         if not file.is_file():
-            raise ConfigurationError(f"--text {file}: there is no such file")
-    lengths = (SEQ_LENGTH,) * options.micro_batch_size
-    plan_batch(lengths, options.ranks, Limits(HEADS, KV_HEADS, group_size=options.ranks))
-    return plan_batch(lengths, options.ranks, Limits(HEADS, KV_HEADS))
+            raise ConfigurationError(f"--text {file}: there is no such file, or it is no regular one")
+    return plan_batch((SEQ_LENGTH,) * options.micro_batch_size, options.ranks, Limits(HEADS, KV_HEADS))
 
 
 def _prepare_text(options: argparse.Namespace) -> TextDataset:
@@ -161,7 +165,15 @@ def _prepare_text(options: argparse.Namespace) -> TextDataset:
     files = options.text or standard_library_files()
     _say(f"preparing text: {len(files)} files")
     tokenizer = train_tokenizer(sample_texts(files), options.out / "data" / "tokenizer")
-    return prepare_text_dataset(files, options.out / "data" / "text", tokenizer)
+    # Text is held out by whole documents, and a book is one: cut into a hundred there is something to hold out.
+    document_bytes = max(1, sum(file.stat().st_size for file in files) // 100) if options.text else None
+    dataset = prepare_text_dataset(files, options.out / "data" / "text", tokenizer, document_bytes=document_bytes)
+    if dataset.documents < 20:
+        raise ConfigurationError(
+            f"the text makes {dataset.documents} documents, which leaves none to hold out of training: give more "
+            f"text, in lines"
+        )
+    return dataset
 
 
 def _train(mode: str, options: argparse.Namespace, dataset: TextDataset, plan: BatchPlan) -> ModeResult:
@@ -243,7 +255,7 @@ def _megatron_flags(options: argparse.Namespace, dataset: TextDataset) -> list[s
         --lr-warmup-iters {options.iterations // 10} --weight-decay 0.01 --split 95,5,0 --num-workers 0
         --eval-iters {HELD_OUT_BATCHES} --eval-interval {options.iterations + 1} --log-interval 10
     """
-    return [*flags.split(), *dataset.megatron_flags(), "--data-cache-path", str(options.out / "data" / "cache")]
+    return [*flags.split(), *dataset.megatron_flags()]
 
 
 def _losses_agree(result: DemoResult) -> bool:

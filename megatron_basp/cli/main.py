@@ -26,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"megatron-basp: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"megatron-basp: error: {error}", file=sys.stderr)
+        return 2
     except RankFailed as error:
         print(f"megatron-basp: error: {error}", file=sys.stderr)
         return 1

@@ -7,13 +7,15 @@ with a remedy rather than a bare assertion, on every rank and before any process
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.refusals import refuse_unsupported
 from megatron_basp.megatron.settings import Settings
-from megatron_basp.megatron.text_dataset import check_text_dataset
+from megatron_basp.megatron.text_dataset import check_text_dataset, count_documents
 from megatron_basp.plan import Limits
 
 MODES = ("none", "ulysses", "basp")
@@ -98,6 +100,8 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     for name in ("basp_group_size", "basp_domain_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
+    if args.basp_ledger is not None:
+        _check_ledger(args.basp_ledger)
     settings = _settings(args, mode, ranks)
     for batch_size in settings.batch_sizes():
         settings.plan(batch_size, settings.seq_length)
@@ -160,17 +164,58 @@ def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, dat
     return size
 
 
+def check_environment(args: argparse.Namespace) -> None:
+    """Raise `ConfigurationError` where a package that the flags need is not installed."""
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigurationError(
+            "--transformer-impl transformer_engine (the default) needs Transformer Engine, which is not installed: "
+            "install megatron-basp[te], or pass --transformer-impl local"
+        )
+
+
 def check_data_files(args: argparse.Namespace) -> None:
     """Make sure that the data sets on local disks are there and whole, before ranks wait for each other over one.
 
     Raises:
-        ConfigurationError: names the file that is missing or half-written, and the command that makes it.
+        ConfigurationError: names the file that is missing or half-written, and the command that makes it; or the part
+            of a split that gets no document, over which Megatron would loop for ever.
     """
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for word in getattr(args, name) or ():
-            is_weight = word.replace(".", "", 1).isdigit()
-            if not is_weight and "://" not in word:
-                check_text_dataset(Path(word))
+            if _is_number(word) or "://" in word:
+                continue
+            check_text_dataset(Path(word))
+            if name == "data_path" and args.split is not None:
+                check_split(Path(word), args.split, is_evaluated=args.eval_iters != 0)
+
+
+def check_split(prefix: Path, split: str, is_evaluated: bool) -> None:
+    """Raise `ConfigurationError` if training, or validation or test where they are used, gets no document."""
+    shares = [float(share) for share in split.split(",")]
+    documents = count_documents(prefix)
+    bounds = [round(documents * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
+    for index, part in enumerate(["training", "validation", "test"][: len(shares)]):
+        if shares[index] and bounds[index] == bounds[index + 1] and (is_evaluated or part == "training"):
+            raise ConfigurationError(
+                f"--split {split} leaves no document for {part}, since {prefix} has {documents}: give more documents, "
+                f"or another split"
+            )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_ledger(file: Path) -> None:
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not file.name or file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigurationError(
+            f"--basp-ledger {file} cannot be written: name a file in a folder that you can write to"
+        )
 
 
 def _positive(args: argparse.Namespace, name: str) -> int:

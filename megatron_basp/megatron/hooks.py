@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,10 +16,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_basp.errors import ConfigurationError
 from megatron_basp.ledger import Ledger
-from megatron_basp.megatron.arguments import add_arguments, check_data_files, settings_from_arguments
+from megatron_basp.megatron.arguments import (
+    add_arguments,
+    check_data_files,
+    check_environment,
+    settings_from_arguments,
+)
 from megatron_basp.megatron.core_attention import MegatronBaspAttention, make_sdpa, make_te
 from megatron_basp.megatron.model import check_model, read_positions_from_plan, without_context_parallelism
+from megatron_basp.megatron.refusals import refuse_unsupported_config
 from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import PlannedSchedule, stream_of_batch
@@ -38,8 +46,13 @@ def install() -> Runtime:
 
     Raises:
         MegatronMismatch: Megatron is not as this version of the plugin knows it.
+        RuntimeError: they are in already.
     """
+    from megatron.core import parallel_state
+
     check_version()
+    if hasattr(parallel_state.destroy_model_parallel, "__wrapped__"):
+        raise RuntimeError("the hooks are installed already: call install() once in a process, and keep its Runtime")
     runtime = Runtime()
 
     def hook(
@@ -49,6 +62,7 @@ def install() -> Runtime:
 
     hook("megatron.training.arguments:add_megatron_arguments", ["parser"], _add_arguments)
     hook("megatron.training.arguments:validate_args", ["args", "defaults"], _validate_arguments)
+    hook("megatron.training.yaml_arguments:validate_yaml", ["args", "defaults"], _refuse_yaml)
     hook(
         "megatron.core.parallel_state:initialize_model_parallel",
         ["context_parallel_size", "distributed_timeout_minutes", "nccl_communicator_config_path"],
@@ -88,6 +102,7 @@ def _validate_arguments(runtime: Runtime, original: Function) -> Function:
     def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
         settings = settings_from_arguments(args)
         if settings is not None:
+            check_environment(args)
             check_data_files(args)
         args.cp_comm_type = list(args.cp_comm_type)  # the marked default has done its work
         result = original(args, defaults)
@@ -98,6 +113,17 @@ def _validate_arguments(runtime: Runtime, original: Function) -> Function:
         return result
 
     return validate_args
+
+
+def _refuse_yaml(runtime: Runtime, original: Function) -> Function:
+    """With `--yaml-cfg` Megatron forgets the flags that were parsed, ours among them, and validates by other code."""
+
+    def validate_yaml(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
+        if given := [word for word in sys.argv if word.startswith(("--sequence-parallel-mode", "--basp-"))]:
+            raise ConfigurationError(f"--yaml-cfg makes Megatron ignore {given[0]}: pass flags instead")
+        return original(args, defaults)
+
+    return validate_yaml
 
 
 def _create_groups(runtime: Runtime, original: Function) -> Function:
@@ -178,6 +204,7 @@ def _build_model(runtime: Runtime, original: Function) -> Function:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         arguments = signature.bind(self, *args, **kwargs).arguments
+        refuse_unsupported_config(arguments["config"], runtime.settings.mode)
         groups = arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
         arguments["config"], arguments["pg_collection"] = without_context_parallelism(
             arguments["config"], groups, runtime

@@ -16,7 +16,8 @@ from megatron_basp.batch import stream_positions
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.plan import BatchPlan
 
-# Modules that work on each token by itself, by class name. What is not here, and has no children that are, is refused.
+# Modules that work on each token by itself, by the names of their classes in these packages. All others are refused.
+KNOWN_PACKAGES = frozenset({"megatron", "megatron_basp", "torch", "transformer_engine", "apex"})
 TOKEN_WISE = frozenset(
     # Embeddings, norms, linear layers (Megatron's own, Transformer Engine's, Apex's), routing of single tokens.
     """
@@ -104,7 +105,8 @@ def check_model(model: torch.nn.Module) -> None:
                 f"{name} is {kind}, not BASP attention: its ranks would attend to a part of each sequence only. "
                 f"Layers that name their own attention (--spec, heterogeneous, hybrid) are not supported"
             )
-        if isinstance(module, BaspAttention) or kind in TOKEN_WISE or kind in CONTAINERS:
+        is_known = type(module).__module__.partition(".")[0] in KNOWN_PACKAGES and kind in TOKEN_WISE | CONTAINERS
+        if isinstance(module, BaspAttention) or is_known:
             continue
         if _is_inside_token_wise(model, name):
             continue

@@ -53,7 +53,8 @@ REFUSALS = (
         "attention is causal over the whole row, so the mask would be ignored; leave it out",
     ),
     Refusal("perform_rl_step", _unset, _OTHER_BATCH),
-    Refusal("yaml_cfg", _unset, "its arguments bypass this validation; pass flags"),
+    Refusal("full_validation", _unset, "its last micro-batch is shorter than the planned ones; use --eval-iters"),
+    Refusal("multiple_validation_sets", _unset, "it needs --full-validation; use --eval-iters and one set"),
     # Layers.
     Refusal("spec", _unset, "layers that bring their own attention would train without the exchange; leave it out"),
     Refusal("heterogeneous_layers_config_path", _unset, "its layers name their own attention; leave it out"),
@@ -89,6 +90,10 @@ REFUSALS = (
     Refusal(
         "moe_expert_rank_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"
     ),
+    Refusal(
+        "moe_router_force_load_balancing", _unset, f"random routing of ranks that share a sequence; {_NOT_PROVEN}"
+    ),
+    Refusal("moe_router_force_biased", _unset, f"random routing of ranks that share a sequence; {_NOT_PROVEN}"),
     Refusal("moe_input_jitter_eps", _unset, f"noise of ranks that share a sequence; {_NOT_PROVEN}"),
     Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
     # Parallelism and precision.
@@ -118,10 +123,20 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
     Raises:
         AttributeError: this Megatron has no such argument, so that what it stood for may have another name.
     """
-    for name, allowed, why, flag in REFUSALS:
-        value = getattr(args, name)
-        if not allowed(value):
-            flag = flag or "--" + name.replace("_", "-")
-            raise ConfigurationError(
-                f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {why}"
-            )
+    for refusal in REFUSALS:
+        _refuse(refusal, getattr(args, refusal.name), mode)
+
+
+def refuse_unsupported_config(config: Any, mode: str) -> None:
+    """The same for a model's configuration, fields of which a script may have set after the arguments were parsed."""
+    for refusal in REFUSALS:
+        if hasattr(config, refusal.name):
+            _refuse(refusal, getattr(config, refusal.name), mode)
+
+
+def _refuse(refusal: Refusal, value: Any, mode: str) -> None:
+    if not refusal.allowed(value):
+        flag = refusal.flag or "--" + refusal.name.replace("_", "-")
+        raise ConfigurationError(
+            f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {refusal.why}"
+        )

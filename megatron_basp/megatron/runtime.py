@@ -11,11 +11,10 @@ from megatron_basp.process_groups import SequenceGroups
 class Runtime:
     """Settings from the arguments, groups from the start of model parallelism, the plan of the current call.
 
-    settings: None until arguments are validated; a run without a sequence-parallel mode leaves it None, and the
-        hooks do
-        nothing.
+    settings: None until arguments are validated, and in a run without a mode, where hooks do nothing.
     groups: None outside of Megatron's model parallelism.
-    first_step_checked: whether the exchanges of a first step were counted and found right.
+    batches_taken: micro-batches that this rank has taken its stream of.
+    checked_plans: those under which a first call was checked.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,8 @@ class Runtime:
         self._plans: dict[tuple[int, int], BatchPlan] = {}
         self.plan_holder = PlanHolder()
         self.ledger = Ledger()
-        self.first_step_checked = False
+        self.batches_taken = 0
+        self.checked_plans: set[BatchPlan] = set()
 
     @property
     def is_active(self) -> bool:
@@ -52,6 +52,7 @@ class Runtime:
         if self._groups is not None:
             self._groups.destroy()
             self._groups = None
+            self.checked_plans.clear()
 
     def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:
         """The plan for B rows of S tokens; the same object for the same shape."""

@@ -8,7 +8,7 @@ one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import take_stream
 from megatron_basp.ledger import Exchange
+from megatron_basp.megatron.model import check_model
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.plan import BatchPlan
 
@@ -38,7 +39,12 @@ class PlannedSchedule:
     ) -> Any:
         runtime = self.runtime
         plan = runtime.plan(micro_batch_size, seq_length)
-        before = Counter(runtime.ledger.collectives)
+        chunks = [_unwrapped(chunk) for chunk in _as_list(arguments["model"])]
+        unchecked = plan not in runtime.checked_plans
+        if unchecked:
+            for chunk in chunks:
+                check_model(chunk)
+        before, batches_before = Counter(runtime.ledger.collectives), runtime.batches_taken
         runtime.plan_holder.set(plan)
         try:
             result = self.forward_backward_func(
@@ -49,39 +55,63 @@ class PlannedSchedule:
             )
         finally:
             runtime.plan_holder.set(None)
-        if not runtime.first_step_checked:
+        if unchecked:
+            microbatches = arguments["num_microbatches"]
+            check_batches(chunks, microbatches, runtime.batches_taken - batches_before)
             counted = Counter(runtime.ledger.collectives)
             counted.subtract(before)
-            check_exchanges(plan, core_attentions(arguments["model"]), arguments["num_microbatches"], counted)
-            runtime.first_step_checked = True
+            layers = [
+                module.layer for chunk in chunks for module in chunk.modules() if isinstance(module, BaspAttention)
+            ]
+            check_exchanges(plan, layers, microbatches, counted)
+            runtime.checked_plans.add(plan)
         return result
 
 
-def core_attentions(model: Any) -> Iterator[torch.nn.Module]:
-    """The core attention of every layer of a model, or of a list of model chunks."""
-    for chunk in model if isinstance(model, list) else [model]:
-        yield from (module for name, module in chunk.named_modules() if name.endswith("core_attention"))
+def _as_list(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]
 
 
-def check_exchanges(
-    plan: BatchPlan, attentions: Iterable[torch.nn.Module], microbatches: int, counted: Counter[Exchange]
-) -> None:
-    """Each layer must have exchanged once for each micro-batch and wave with K > 1, or twice where it is recomputed.
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of data-parallel and mixed-precision wrappers."""
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: int) -> None:
+    """Each chunk that reads data must have taken its stream of every micro-batch.
+
+    Raises:
+        RuntimeError: it did not; the script slices its batches by itself, or holds Megatron's own function, which
+        does.
+    """
+    expected = microbatches * sum(chunk.pre_process or chunk.post_process for chunk in chunks)
+    if taken != expected:
+        raise RuntimeError(
+            f"{taken} micro-batches were taken by the plan in the first step under it, and should have been "
+            f"{expected}: the script must call megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
+            f"hooks were installed"
+        )
+
+
+def check_exchanges(plan: BatchPlan, layers: Iterable[int], microbatches: int, counted: Counter[Exchange]) -> None:
+    """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
+    recomputed.
 
     Raises:
         RuntimeError: a layer did not; its attention saw a part of each sequence only.
     """
     waves = Counter(wave.group_size for wave in plan.waves if wave.group_size > 1)
-    for attention in attentions:
-        layer = attention.layer if isinstance(attention, BaspAttention) else None
+    for layer in layers:
         for group_size, number in waves.items():
             expected = number * microbatches
-            found = 0 if layer is None else counted[Exchange(layer, "qkv", "forward", group_size)]
-            if found not in (expected, 2 * expected):
+            found = counted[Exchange(layer, "qkv", "forward", group_size)]
+            if not expected <= found <= 2 * expected:
                 raise RuntimeError(
-                    f"layer {layer or type(attention).__name__} exchanged {found} times in groups of {group_size} in "
-                    f"its first step, and should have {expected} times (twice that with recompute) for {microbatches} "
-                    f"micro-batches: attention did not see whole sequences"
+                    f"layer {layer} exchanged {found} times in groups of {group_size} in its first step, and should "
+                    f"have {expected} times (up to twice that with recompute) for {microbatches} micro-batches: "
+                    f"attention did not see whole sequences"
                 )
 
 
@@ -99,6 +129,7 @@ def stream_of_batch(runtime: Runtime, batch: dict[str, Any]) -> dict[str, Any]:
     shape = next((tuple(batch[key].shape) for key in ("tokens", "labels") if batch.get(key) is not None), None)
     if shape is None:
         raise ValueError("the batch has neither tokens nor labels")
+    runtime.batches_taken += 1
     plan = runtime.plan_holder.plan if runtime.plan_holder.is_set else runtime.plan(*shape)
     for key, value in batch.items():
         if isinstance(value, Tensor) and value.dim() >= 2:
@@ -117,7 +148,7 @@ def with_rescaled_loss(forward_step_func: Callable[..., Any], runtime: Runtime) 
 
     def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         output, loss_func = forward_step_func(*args, **kwargs)
-        return output, _rescaled(loss_func, runtime)
+        return output, loss_func and _rescaled(loss_func, runtime)
 
     return forward_step
 

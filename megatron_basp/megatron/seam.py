@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_basp.errors import ConfigurationError
+
 SUPPORTED = "0.19"
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class MegatronMismatch(RuntimeError):
+class MegatronMismatch(ConfigurationError):
     """A hook's target is missing or has another signature than this version of the plugin was written for."""
 
 

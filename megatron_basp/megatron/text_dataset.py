@@ -60,12 +60,14 @@ def prepare_text_dataset(
     tokenizer_folder: Path,
     *,
     json_key: str = "text",
+    document_bytes: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> TextDataset:
     """Tokenize `files` into `PREFIX.bin` and `PREFIX.idx`, in the order given, and end every document with eod.
 
-    A `.jsonl` file is one document a line, any other file one document. A document is its text's tokens (no BOS),
-    and eod stands nowhere else: where a text spells a special token, that is encoded as plain text.
+    A `.jsonl` file is one document a line, any other file one document, or several with `document_bytes`. A document
+    is its text's tokens (no BOS), and eod stands nowhere else: where a text spells a special token, that is encoded as
+    plain text.
     Imports Megatron when there is something to do: whoever wants its CPU backend installs that first.
 
     A rerun does nothing while sources (path, size, modification time), tokenizer and key are as the manifest says,
@@ -79,6 +81,7 @@ def prepare_text_dataset(
         prefix: path of the results without their endings.
         tokenizer_folder: Hugging Face folder of a "fast" tokenizer with an end-of-sequence token.
         json_key: where a line of JSONL keeps its text.
+        document_bytes: cut plain text into documents of about this size; None makes each file one.
         shard_bytes: bytes of source in a shard: held in memory, and the most that an interruption loses.
 
     Raises:
@@ -89,6 +92,7 @@ def prepare_text_dataset(
         "sources": source_stats(files),
         "tokenizer_sha256": tokenizer_sha256(tokenizer_folder),
         "json_key": json_key,
+        "document_bytes": document_bytes,
     }
     parts = Path(f"{prefix}.parts")
     with locked(prefix):
@@ -115,6 +119,13 @@ def check_text_dataset(prefix: Path) -> None:
     if damage := _damage(prefix):
         command = f"python scripts/data/prepare_text.py FILE… --output {prefix}"
         raise ConfigurationError(f"{damage}; make it with: {command}")
+
+
+def count_documents(prefix: Path) -> int:
+    """The number of documents of a whole data set, from the header of its index."""
+    with Path(f"{prefix}.idx").open("rb") as stream:
+        *_, boundaries = INDEX_HEADER.unpack(stream.read(INDEX_HEADER.size))
+    return boundaries - 1
 
 
 def _damage(prefix: Path) -> str | None:
@@ -149,7 +160,8 @@ def _build(
     if shards:
         print(f"{parts}: {len(shards)} shards are finished, {done_bytes} of {sum(sizes)} bytes", file=sys.stderr)
     with tqdm(total=sum(sizes), initial=done_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar:
-        for documents in batches(read_documents(files, inputs["json_key"], after), shard_bytes):
+        source = read_documents(files, inputs["json_key"], after, inputs["document_bytes"])
+        for documents in batches(source, shard_bytes):
             shard = f"{parts}/{len(shards):06d}"
             builder = IndexedDatasetBuilder(f"{shard}.bin", dtype)
             for batch in batches(documents, ENCODE_BYTES):

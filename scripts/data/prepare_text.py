@@ -12,7 +12,8 @@ from megatron_basp.tokenizer import train_tokenizer
 DESCRIPTION = """\
 Tokenize text into PREFIX.bin and PREFIX.idx, the pair that Megatron's --data-path names.
 
-A .jsonl file holds one document a line, as {"text": "..."}; any other file is one document. All of it is UTF-8.
+A .jsonl file holds one document a line, as {"text": "..."}; any other file is one document, or is cut into several
+with --document-bytes. All of it is UTF-8.
 Documents keep the order given, and Megatron's --split cuts by document: shuffle them where the order means something.
 Interrupted, the same command continues; repeated with nothing changed, it does nothing.
 """
@@ -40,14 +41,28 @@ def main() -> int:
         "--vocab-size", type=int, default=4096, metavar="N", help="or train one, PREFIX-tokenizer (default 4096)"
     )
     parser.add_argument("--json-key", default="text", metavar="KEY", help='where JSONL has its text (default "text")')
+    parser.add_argument(
+        "--document-bytes",
+        type=int,
+        metavar="N",
+        help="cut plain text at line ends into documents of about N bytes: --split needs a document for each part",
+    )
     options = parser.parse_args()
+    if options.document_bytes is not None and options.document_bytes < 1:
+        parser.error(f"--document-bytes must be 1 or more, got {options.document_bytes}")
     try:
         tokenizer_folder = options.tokenizer or train_tokenizer(
             sample_texts(options.files, json_key=options.json_key),
             Path(f"{options.output}-tokenizer"),
             options.vocab_size,
         )
-        dataset = prepare_text_dataset(options.files, options.output, tokenizer_folder, json_key=options.json_key)
+        dataset = prepare_text_dataset(
+            options.files,
+            options.output,
+            tokenizer_folder,
+            json_key=options.json_key,
+            document_bytes=options.document_bytes,
+        )
     except (ConfigurationError, OSError) as error:
         print(f"prepare_text.py: {error}", file=sys.stderr)
         return 2

@@ -12,8 +12,7 @@ from tests.end_to_end.training import Trainer
 
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Runs real `pretrain()` on a few hundred kilobytes of real text: the sources of this project's own "
-    "dependencies."""
+    """Runs real `pretrain()` on a few hundred kilobytes of real text: Python's standard library."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_basp import cpu
 

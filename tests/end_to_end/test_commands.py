@@ -80,13 +80,12 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     sources = sorted((Path(__file__).parents[2] / "megatron_basp").rglob("*.py"))
     (folder / "text.txt").write_text("\n".join(path.read_text() for path in sources))
-    (folder / "more.jsonl").write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in sources))
     return folder
 
 
 def demo(folder: Path, *arguments: str) -> list[str]:
-    text = [str(folder / name) for name in ("text.txt", "more.jsonl")]
-    return [str(BIN / "megatron-basp"), "demo", "--out", str(folder / "out"), *arguments, "--text", *text]
+    text = ["--text", str(folder / "text.txt")]
+    return [str(BIN / "megatron-basp"), "demo", *text, "--out", str(folder / "out"), *arguments]
 
 
 def test_the_demo_prints_one_document_with_equal_losses_and_fewer_bytes(demo_folder: Path) -> None:
@@ -112,9 +111,10 @@ def test_the_demo_prints_one_document_with_equal_losses_and_fewer_bytes(demo_fol
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--micro-batch-size", "0"], "a micro-batch needs at least 1 sequence"),
-        (["--ranks", "1"], "--ranks must be 2 or more"),
-        (["--ranks", "3"], "H % K must be 0"),
+        (["--micro-batch-size", "-1"], "--micro-batch-size must be 1 or more, got -1"),
+        (["--ranks", "1"], "--ranks 1: use one of [2, 4, 8]"),
+        (["--ranks", "3"], "--ranks 3: use one of [2, 4, 8]"),
+        (["--out", "/proc/demo"], "/proc/demo"),
         (["--iterations", "1"], "--iterations must be 2 or more"),
     ],
 )
@@ -123,7 +123,14 @@ def test_a_demo_that_cannot_be_exits_with_2_and_one_line(
 ) -> None:
     done = run(*demo(demo_folder, *arguments), cwd=demo_folder)
     assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr and done.stderr.count("\n") == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("megatron-basp: error: ")]
+    assert len(said) == 1 and message in said[0] and "Traceback" not in done.stderr
+
+
+def test_a_text_of_too_few_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one line")
+    done = run(*demo(tmp_path), cwd=tmp_path)
+    assert done.returncode == 2 and "the text makes 1 documents, which leaves none to hold out" in done.stderr
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGKILL]])

@@ -174,9 +174,10 @@ def assert_same_training(
     """
     last, reference_last = run[-1], reference[-1]
     assert len(last.losses) == len(reference_last.losses) == steps
-    assert _largest_difference(last.losses, reference_last.losses) <= LOSS_TOLERANCE
+    assert _largest_difference(last.losses, reference_last.losses) <= LOSS_TOLERANCE, "losses differ"
     assert len(last.held_out_losses) == len(reference_last.held_out_losses) >= 2
-    assert _largest_difference(last.held_out_losses, reference_last.held_out_losses) <= LOSS_TOLERANCE
+    held_out = _largest_difference(last.held_out_losses, reference_last.held_out_losses)
+    assert held_out <= LOSS_TOLERANCE, "held-out losses differ"
     peers = {report.place: report for report in reference}
     for rank, report in enumerate(run):
         peer = peers[report.place]
