@@ -129,8 +129,10 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
 
 def refuse_unsupported_config(config: Any, mode: str) -> None:
     """The same for a model's configuration, fields of which a script may have set after the arguments were parsed."""
+    # Left unset, these two stand for the tensor-parallel size by then.
+    resolved = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
     for refusal in REFUSALS:
-        if hasattr(config, refusal.name):
+        if hasattr(config, refusal.name) and refusal.name not in resolved:
             _refuse(refusal, getattr(config, refusal.name), mode)
 
 
