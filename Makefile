@@ -1,4 +1,4 @@
-.DEFAULT_GOAL := help
+.DEFAULT_GOAL := setup
 .PHONY: help setup demo test lint format lock clean
 
 BIN := .venv/bin
@@ -6,7 +6,7 @@ BIN := .venv/bin
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## build .venv, or do nothing where it is up to date; PYTHON=... names the Python to use
+setup: ## (the default) build .venv, or do nothing where it is up to date; PYTHON=... names the Python to use
 	@scripts/setup.sh
 
 demo: setup ## run `megatron-basp demo`, which needs no GPU
