@@ -80,7 +80,12 @@ REFUSALS = (
     Refusal("attention_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
     Refusal("hidden_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
     # Experts.
-    Refusal("expert_model_parallel_size", _one, _NOT_PROVEN),
+    Refusal("expert_tensor_parallel_size", lambda value: value is None, _NOT_PROVEN),
+    Refusal(
+        "moe_token_dispatcher_type",
+        lambda value: value in (None, "allgather", "alltoall"),
+        f"only allgather and alltoall are supported; others are {_NOT_PROVEN}",
+    ),
     Refusal(
         "moe_router_load_balancing_type",
         lambda value: set([value] if isinstance(value, str) else value or []) <= {"aux_loss", "none"},
@@ -129,8 +134,12 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
 
 def refuse_unsupported_config(config: Any, mode: str) -> None:
     """The same for a model's configuration, fields of which a script may have set after the arguments were parsed."""
-    # Left unset, these two stand for the tensor-parallel size by then.
-    resolved = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+    # Left unset, these stand for the tensor-parallel size by then.
+    resolved = (
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_size",
+    )
     for refusal in REFUSALS:
         if hasattr(config, refusal.name) and refusal.name not in resolved:
             _refuse(refusal, getattr(config, refusal.name), mode)

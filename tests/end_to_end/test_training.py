@@ -230,3 +230,22 @@ def test_bf16_differs_from_one_rank_by_its_rounding_only(trainer: Trainer) -> No
     )
     assert max(map(abs, rounding)) > 0
     assert max(map(abs, found)) <= 4 * max(map(abs, rounding))
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "ranks", "expert_parallel", "rows", "masked"),
+    [("allgather", 2, 2, 3, False), ("alltoall", 4, 2, 3, True), ("alltoall", 4, 4, 6, False)],
+)
+def test_expert_parallel_ranks_train_as_data_parallel_ones(
+    trainer: Trainer, dispatcher: str, ranks: int, expert_parallel: int, rows: int, masked: bool
+) -> None:
+    """The reference has the same expert parallelism, on which initial weights depend, and the same micro-batches, over
+    which the auxiliary loss is taken: one for each data-parallel rank, in place of one after the other."""
+    flags = (
+        f"{GQA} {ROPE} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+        f"--moe-token-dispatcher-type {dispatcher} --expert-model-parallel-size {expert_parallel}"
+    )
+    run = trainer.planned(f"{flags} {batch(rows, micro_batches=ranks)} {cp(ranks)}", ranks=ranks, masked=masked)
+    reference = trainer.stock(f"{flags} {batch(rows, 1, data_parallel=ranks)}", ranks=ranks, masked=masked)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)

@@ -40,12 +40,12 @@ TRAINING = f"""
 class RankReport:
     """What one rank saw.
 
-    place: its ranks in tensor and pipeline parallelism; ranks of one place hold the same parameters.
+    place: its ranks in tensor, pipeline and expert parallelism; ranks of one place hold the same parameters.
     samples: for each step, a checksum of every row that its loader gave.
     gradients, parameters: by name, gradients of the first and of the last step (as clipped), parameters at the end.
     """
 
-    place: tuple[int, int]
+    place: tuple[int, int, int]
     losses: list[float]
     grad_norms: list[float]
     held_out_losses: list[float]
@@ -129,8 +129,13 @@ def _train(argv: list[str], masked: bool, install: bool, sabotage: Callable[[], 
     # Not in the last step: with overlap a rank gets the others' shards of the new parameters later.
     parameters = {name: p.detach().clone() for name, p in _named_parameters(chunks)}
     plan = runtime.plan(runtime.settings.micro_batch_size, SEQ_LENGTH) if runtime else None
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
     return RankReport(
-        (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()),
+        place,
         record.losses,
         record.grad_norms,
         record.held_out_losses,
