@@ -129,8 +129,8 @@ def gradient_of_one_kv_copy() -> None:
 )
 def test_the_comparison_with_one_rank_sees(trainer: Trainer, sabotage: Callable[[], None]) -> None:
     flags = FLAGS.replace("--num-query-groups 4", "--num-query-groups 2")
-    run = trainer.planned(f"{flags} --context-parallel-size 4", ranks=4, masked=True, sabotage=sabotage)
-    reference = trainer.stock(flags, masked=True)
+    run = trainer.planned(f"{flags} --context-parallel-size 4", ranks=4, mask="uneven", sabotage=sabotage)
+    reference = trainer.stock(flags, mask="uneven")
     with pytest.raises(AssertionError, match=r"differs by|gradient norm|losses differ"):
         assert_same_training(run, reference)
 

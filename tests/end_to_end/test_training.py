@@ -161,11 +161,14 @@ def test_evaluation_at_another_micro_batch_size_under_tensor_parallelism(trainer
 
 
 @pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
+@pytest.mark.parametrize("mask", ["uneven", "one token"])
 @pytest.mark.parametrize("rows", [2, 3])
-def test_uneven_loss_masks_keep_the_objective(trainer: Trainer, rows: int, per_token: str) -> None:
+def test_loss_masks_that_differ_between_sequences_keep_the_objective(
+    trainer: Trainer, rows: int, mask: str, per_token: str
+) -> None:
     flags = f"{GQA} {ROPE} {batch(rows)} {per_token}"
-    run = trainer.planned(f"{flags} {cp(4)}", ranks=4, masked=True)
-    reference = trainer.stock(flags, masked=True)
+    run = trainer.planned(f"{flags} {cp(4)}", ranks=4, mask=mask)
+    reference = trainer.stock(flags, mask=mask)
     assert_same_training(run, reference)
     assert_same_samples(run, reference)
 
@@ -204,6 +207,15 @@ def test_the_distributed_optimizer_with_overlap_trains_as_one_rank(trainer: Trai
     assert_same_training(run, trainer.stock(flags), gradients=False)
 
 
+def test_experts_with_global_auxiliary_loss_train_as_without_context_parallelism(trainer: Trainer) -> None:
+    """The loss is taken over all data-parallel ranks, so that the reference has as many."""
+    flags = (
+        f"{GQA} {ROPE} {batch(3, data_parallel=2)} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+        "--moe-router-load-balancing-type global_aux_loss"
+    )
+    assert_same_training(trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2))
+
+
 def test_experts_with_auxiliary_and_z_loss_train_as_one_rank(trainer: Trainer) -> None:
     flags = (
         f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
@@ -233,11 +245,11 @@ def test_bf16_differs_from_one_rank_by_its_rounding_only(trainer: Trainer) -> No
 
 
 @pytest.mark.parametrize(
-    ("dispatcher", "ranks", "expert_parallel", "rows", "masked"),
-    [("allgather", 2, 2, 3, False), ("alltoall", 4, 2, 3, True), ("alltoall", 4, 4, 6, False)],
+    ("dispatcher", "ranks", "expert_parallel", "rows", "mask"),
+    [("allgather", 2, 2, 3, ""), ("alltoall", 4, 2, 3, "uneven"), ("alltoall", 4, 4, 6, "")],
 )
 def test_expert_parallel_ranks_train_as_data_parallel_ones(
-    trainer: Trainer, dispatcher: str, ranks: int, expert_parallel: int, rows: int, masked: bool
+    trainer: Trainer, dispatcher: str, ranks: int, expert_parallel: int, rows: int, mask: str
 ) -> None:
     """The reference has the same expert parallelism, on which initial weights depend, and the same micro-batches, over
     which the auxiliary loss is taken: one for each data-parallel rank, in place of one after the other."""
@@ -245,7 +257,7 @@ def test_expert_parallel_ranks_train_as_data_parallel_ones(
         f"{GQA} {ROPE} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
         f"--moe-token-dispatcher-type {dispatcher} --expert-model-parallel-size {expert_parallel}"
     )
-    run = trainer.planned(f"{flags} {batch(rows, micro_batches=ranks)} {cp(ranks)}", ranks=ranks, masked=masked)
-    reference = trainer.stock(f"{flags} {batch(rows, 1, data_parallel=ranks)}", ranks=ranks, masked=masked)
+    run = trainer.planned(f"{flags} {batch(rows, micro_batches=ranks)} {cp(ranks)}", ranks=ranks, mask=mask)
+    reference = trainer.stock(f"{flags} {batch(rows, 1, data_parallel=ranks)}", ranks=ranks, mask=mask)
     assert_same_training(run, reference)
     assert_same_samples(run, reference)

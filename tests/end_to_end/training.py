@@ -64,35 +64,35 @@ class Trainer:
         self._numbers = itertools.count()
         self.stock = lru_cache(maxsize=None)(self._stock)
 
-    def _stock(self, flags: str, ranks: int = 1, masked: bool = False) -> list[RankReport]:
+    def _stock(self, flags: str, ranks: int = 1, mask: str = "") -> list[RankReport]:
         """Megatron alone: no hook of ours is imported, and attention is its own `DotProductAttention`."""
-        return self._run(flags, ranks, masked, install=False)
+        return self._run(flags, ranks, mask, install=False)
 
     def planned(
         self,
         flags: str,
         ranks: int,
-        masked: bool = False,
+        mask: str = "",
         mode: str = "basp",
         sabotage: Callable[[], None] = lambda: None,
     ) -> list[RankReport]:
         """The same under a sequence-parallel mode. `sabotage` is called on each rank when the hooks are in."""
-        return self._run(f"{flags} --sequence-parallel-mode {mode}", ranks, masked, install=True, sabotage=sabotage)
+        return self._run(f"{flags} --sequence-parallel-mode {mode}", ranks, mask, install=True, sabotage=sabotage)
 
     def _run(
         self,
         flags: str,
         ranks: int,
-        masked: bool,
+        mask: str,
         install: bool,
         sabotage: Callable[[], None] = lambda: None,
     ) -> list[RankReport]:
         argv = [*MODEL.split(), *TRAINING.split(), *self.data_flags, *flags.split()]
         logs = self.folder / "logs" / str(next(self._numbers))
-        return run_ranks(lambda rank: _train(argv, masked, install, sabotage), ranks, logs)
+        return run_ranks(lambda rank: _train(argv, mask, install, sabotage), ranks, logs)
 
 
-def _train(argv: list[str], masked: bool, install: bool, sabotage: Callable[[], None]) -> RankReport:
+def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], None]) -> RankReport:
     from megatron.core import parallel_state
 
     from megatron_basp.megatron import pretrain_gpt
@@ -120,7 +120,7 @@ def _train(argv: list[str], masked: bool, install: bool, sabotage: Callable[[], 
     forward_step = pretrain_gpt.forward_step
 
     def observed_step(data_iterator: Any, model: Any) -> Any:
-        return forward_step(data_iterator and _observed(data_iterator, samples, masked, model.training), model)
+        return forward_step(data_iterator and _observed(data_iterator, samples, mask, model.training), model)
 
     pretrain_gpt.forward_step = observed_step
     record = record_training(after_step)
@@ -151,19 +151,32 @@ def _named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Paramete
         yield from ((f"{index}.{name}", parameter) for name, parameter in chunk.named_parameters())
 
 
-def _observed(data_iterator: Any, samples: list[list[int]], masked: bool, training: bool) -> Iterator[Any]:
-    """The batches, written down; with `masked` their loss masks are uneven: some rows keep a third of their tokens,
-    some one in eleven, and some a single one."""
+def _observed(data_iterator: Any, samples: list[list[int]], mask: str, training: bool) -> Iterator[Any]:
+    """The batches, written down, with the loss masks that a test asks for."""
     while True:
         batch = dict(next(data_iterator))
         checksums = [zlib.crc32(row.numpy().tobytes()) for row in batch["tokens"]]
         if training:
             samples[-1] += checksums
-        if masked:
-            strides = torch.tensor([(3, 11, SEQ_LENGTH)[checksum % 3] for checksum in checksums])
-            kept = torch.arange(SEQ_LENGTH)[None] % strides[:, None] == 0
-            batch["loss_mask"] = batch["loss_mask"] * kept
+        if mask:
+            batch["loss_mask"] = batch["loss_mask"] * MASKS[mask](checksums)
         yield batch
+
+
+def _uneven(checksums: list[int]) -> torch.Tensor:
+    """Some rows keep a third of their tokens, some one in eleven, some one; which ones, their content says."""
+    strides = torch.tensor([(3, 11, SEQ_LENGTH)[checksum % 3] for checksum in checksums])
+    return torch.arange(SEQ_LENGTH)[None] % strides[:, None] == 0
+
+
+def _one_token(checksums: list[int]) -> torch.Tensor:
+    """One token of one row: most ranks have none to take a loss of."""
+    kept = torch.zeros(len(checksums), SEQ_LENGTH, dtype=torch.bool)
+    kept[checksums.index(max(checksums)), max(checksums) % SEQ_LENGTH] = True
+    return kept
+
+
+MASKS = {"uneven": _uneven, "one token": _one_token}
 
 
 def assert_same_training(
