@@ -14,10 +14,7 @@ from typing import Any
 import torch
 
 from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
-from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.runtime import Runtime
-from megatron_basp.plan import PlanHolder
-from megatron_basp.process_groups import SequenceGroups
 
 
 class MegatronBaspAttention(BaspAttention):
@@ -55,10 +52,7 @@ class MegatronBaspAttention(BaspAttention):
             )
             for group_size in runtime.settings.group_sizes()
         }
-        groups: SequenceGroups = runtime.groups
-        plan_holder: PlanHolder = runtime.plan_holder
-        ledger: Ledger = runtime.ledger
-        super().__init__(groups, plan_holder, kernels, ledger, layer_number)
+        super().__init__(runtime.groups, runtime.plan_holder, kernels, runtime.ledger, layer_number)
 
 
 def share_of_heads(config: Any, group_size: int) -> Any:
