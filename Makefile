@@ -1,10 +1,10 @@
 .DEFAULT_GOAL := setup
-.PHONY: help setup demo test lint format lock clean
+.PHONY: help setup demo test test-all support-table lint format lock clean
 
 BIN := .venv/bin
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## (the default) build .venv, or do nothing where it is up to date; PYTHON=... names the Python to use
 	@scripts/setup.sh
@@ -13,7 +13,13 @@ demo: setup ## run `megatron-basp demo`, which needs no GPU
 	@$(BIN)/megatron-basp demo $(ARGS)
 
 test: setup lint ## lint, then pytest; ARGS="-k plan" and the like go to pytest
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+test-all: setup lint ## the same with the tests that take long
 	$(BIN)/pytest $(ARGS)
+
+support-table: setup ## write the README's table of features anew from the tests that show them
+	@$(BIN)/python -m tests.support_table
 
 lint: setup ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check

@@ -7,6 +7,7 @@ asserts its head counts; else torch's SDPA.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
 from megatron_basp.megatron.runtime import Runtime
+from megatron_basp.megatron.seam import Function
 
 
 class MegatronBaspAttention(BaspAttention):
@@ -94,3 +96,16 @@ class _TEKernel(torch.nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return self.attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+
+
+def choosing_core_attention(runtime: Runtime, original: Function) -> Function:
+    def core_attention(self: Any) -> Any:
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        stock = original(self)
+        if not runtime.is_active:
+            return stock
+        make_kernel = make_sdpa if stock is DotProductAttention else make_te(stock)
+        return functools.partial(MegatronBaspAttention, make_kernel, runtime)
+
+    return core_attention

@@ -7,13 +7,16 @@ that kept stock attention would train on, each rank on a part of its sequences, 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
+from megatron_basp.megatron.refusals import refuse_unsupported_config
 from megatron_basp.megatron.runtime import Runtime
+from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
 
 # Modules that work on each token by itself, by the names of their classes in these packages. All others are refused.
@@ -34,6 +37,27 @@ CONTAINERS = frozenset(
     MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
     """.split()
 )
+
+
+def building_model(runtime: Runtime, original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not runtime.is_active:
+            return original(self, *args, **kwargs)
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        refuse_unsupported_config(arguments["config"], runtime.settings.mode)
+        groups = arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+        arguments["config"], arguments["pg_collection"] = without_context_parallelism(
+            arguments["config"], groups, runtime
+        )
+        original(**arguments)
+        read_positions_from_plan(self, runtime)
+        check_model(self)
+
+    return __init__
 
 
 class StreamRotaryEmbedding(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""One call of Megatron's forward-backward schedule under a plan: batch, shapes, loss, and the check that it happened.
+"""One call of Megatron's forward-backward schedule under a plan: shapes, loss, and the check that it happened.
 
 The schedule call says which micro-batch size and length are coming, so the plan is set there, for the length of the
 call; the batch's own shape is held against it. Training, evaluation, recompute and every pipeline stage see the same
@@ -16,11 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_basp.attention import BaspAttention
-from megatron_basp.batch import take_stream
 from megatron_basp.ledger import Exchange
 from megatron_basp.megatron.model import check_model
 from megatron_basp.megatron.runtime import Runtime
+from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
+
+
+def choosing_schedule(runtime: Runtime, original: Function) -> Function:
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        forward_backward_func = original(*args, **kwargs)
+        return PlannedSchedule(runtime, forward_backward_func) if runtime.is_active else forward_backward_func
+
+    return get_forward_backward_func
 
 
 class PlannedSchedule:
@@ -113,28 +121,6 @@ def check_exchanges(plan: BatchPlan, layers: Iterable[int], microbatches: int, c
                     f"have {expected} times (up to twice that with recompute) for {microbatches} micro-batches: "
                     f"attention did not see whole sequences"
                 )
-
-
-def stream_of_batch(runtime: Runtime, batch: dict[str, Any]) -> dict[str, Any]:
-    """This rank's stream of every [B, S] tensor of the batch, in place of Megatron's zig-zag slices.
-
-    Outside of a schedule call (skipped iterations drain the loader) the plan follows from the shape alone.
-
-    Raises:
-        ValueError: the batch is not what was planned, or has something that would be ignored.
-    """
-    for key in ("attention_mask", "cu_seqlens"):
-        if batch.get(key) is not None:
-            raise ValueError(f"the batch has {key}, which sequence parallelism by groups would ignore: leave it out")
-    shape = next((tuple(batch[key].shape) for key in ("tokens", "labels") if batch.get(key) is not None), None)
-    if shape is None:
-        raise ValueError("the batch has neither tokens nor labels")
-    runtime.batches_taken += 1
-    plan = runtime.plan_holder.plan if runtime.plan_holder.is_set else runtime.plan(*shape)
-    for key, value in batch.items():
-        if isinstance(value, Tensor) and value.dim() >= 2:
-            batch[key] = take_stream(plan, runtime.groups.cp_rank, value)
-    return batch
 
 
 def with_rescaled_loss(forward_step_func: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.megatron.runtime import Runtime
 
 SUPPORTED = "0.19"
 
-Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+Function = Callable[..., Any]
+Make = Callable[[Function], Function]
+
+
+class Hook(NamedTuple):
+    """One function or method of Megatron that is replaced; `replace` explains target, parameters and also_in.
+
+    make: gets what the hooks share and the original, and returns what takes its place.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    make: Callable[[Runtime, Function], Function]
+    also_in: tuple[str, ...] = ()
 
 
 class MegatronMismatch(ConfigurationError):
@@ -47,6 +61,14 @@ def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequenc
         MegatronMismatch: the target is not there, or does not take the parameters, or a module in `also_in` holds
             something else under its name.
     """
+    holders, name, original = find(target, parameters, also_in)
+    replacement = make(original)
+    for holder in holders:
+        setattr(holder, name, replacement)
+
+
+def find(target: str, parameters: Sequence[str], also_in: Sequence[str] = ()) -> tuple[list[Any], str, Function]:
+    """Everything that holds the target, its name there, and the target itself; raises as `replace` does."""
     module_name, _, path = target.partition(":")
     owner_path, _, name = path.rpartition(".")
     try:
@@ -64,9 +86,7 @@ def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequenc
     for other in others:
         if getattr(other, name, None) is not original:
             raise _mismatch(target, f"{other.__name__} does not hold the same {name}")
-    replacement = make(original)
-    for holder in [owner, *others]:
-        setattr(holder, name, replacement)
+    return [owner, *others], name, original
 
 
 def _mismatch(target: str, what: str) -> MegatronMismatch:

@@ -19,6 +19,7 @@ def saved(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, trainer.planned(f"{flags} --save {folder} --save-interval 5 --ckpt-format torch_dist", ranks=4)
 
 
+@pytest.mark.supports("Checkpoints", "torch_dist, resumed with another N, B, mode, and by stock on one rank")
 @pytest.mark.parametrize(
     ("flags", "ranks", "mode"),
     [

@@ -22,9 +22,9 @@ def leave_stock_attention_in() -> None:
 
 
 def without_guards() -> None:
-    from megatron_basp.megatron import hooks, schedule
+    from megatron_basp.megatron import model, schedule
 
-    hooks.check_model = schedule.check_model = lambda model: None
+    model.check_model = schedule.check_model = lambda model: None
     schedule.check_exchanges = lambda *arguments: None
 
 
@@ -35,10 +35,10 @@ def test_stock_attention_in_a_planned_model_is_refused_when_it_is_built(trainer:
 
 def test_stock_attention_in_a_model_that_was_not_walked_is_refused_in_the_first_step(trainer: Trainer) -> None:
     def sabotage() -> None:
-        from megatron_basp.megatron import hooks
+        from megatron_basp.megatron import model
 
         leave_stock_attention_in()
-        hooks.check_model = lambda model: None
+        model.check_model = lambda model: None
 
     with pytest.raises(RankFailed, match=r"layers\.0\.self_attention\.core_attention is DotProductAttention"):
         trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
@@ -84,10 +84,10 @@ def stock_attention_and_no_guard() -> None:
 
 
 def rows_of_another_group() -> None:
-    from megatron_basp.megatron import schedule
+    from megatron_basp.megatron import batches
 
-    take_stream = schedule.take_stream
-    schedule.take_stream = lambda plan, rank, batch: take_stream(plan, rank, batch.flip(0) if rank >= 2 else batch)
+    take_stream = batches.take_stream
+    batches.take_stream = lambda plan, rank, batch: take_stream(plan, rank, batch.flip(0) if rank >= 2 else batch)
 
 
 def positions_of_the_rank_instead_of_the_sequence() -> None:
@@ -137,15 +137,15 @@ def test_the_comparison_with_one_rank_sees(trainer: Trainer, sabotage: Callable[
 
 def test_a_group_that_is_too_small_fails(trainer: Trainer) -> None:
     def sabotage() -> None:
-        from megatron_basp.megatron import hooks
+        from megatron_basp.megatron import start_up
 
-        create = hooks.create_sequence_groups
+        create = start_up.create_sequence_groups
 
         def with_halved_groups(*arguments: object) -> object:
             groups = create(*arguments)
             return replace(groups, by_size={**groups.by_size, 4: groups.by_size[2]})
 
-        hooks.create_sequence_groups = with_halved_groups
+        start_up.create_sequence_groups = with_halved_groups
 
     with pytest.raises(RankFailed, match=r"[Ss]plit"):
         trainer.planned(PLANNED, ranks=4, sabotage=sabotage)

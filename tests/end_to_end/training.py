@@ -36,6 +36,15 @@ TRAINING = f"""
 """
 
 
+def batch(micro: int, micro_batches: int = 2, data_parallel: int = 1) -> str:
+    """Flags for micro-batches of B sequences, so many of them to a step."""
+    return f"--micro-batch-size {micro} --global-batch-size {micro * micro_batches * data_parallel}"
+
+
+def cp(ranks: int) -> str:
+    return f"--context-parallel-size {ranks}"
+
+
 @dataclass
 class RankReport:
     """What one rank saw.

@@ -1,0 +1,128 @@
+"""From the command line to process groups: the hooks at the start and at the end of a run."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import json
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_basp.errors import ConfigurationError
+from megatron_basp.ledger import Ledger
+from megatron_basp.megatron.arguments import (
+    add_arguments,
+    check_data_files,
+    check_environment,
+    settings_from_arguments,
+)
+from megatron_basp.megatron.report import print_plan
+from megatron_basp.megatron.runtime import Runtime
+from megatron_basp.megatron.seam import Function
+from megatron_basp.process_groups import aligned_domain_size, create_sequence_groups
+
+
+def adding_arguments(runtime: Runtime, original: Function) -> Function:
+    return lambda parser: add_arguments(original(parser))
+
+
+def validating_arguments(runtime: Runtime, original: Function) -> Function:
+    def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
+        settings = settings_from_arguments(args)
+        if settings is not None:
+            check_environment(args)
+            check_data_files(args)
+        args.cp_comm_type = list(args.cp_comm_type)  # the marked default has done its work
+        result = original(args, defaults)
+        if settings is not None:
+            # The loader's S×S mask is 17 GB a row at 128K tokens, and causal attention needs none.
+            args.create_attention_mask_in_dataloader = False
+        runtime.set_settings(settings)
+        return result
+
+    return validate_args
+
+
+def refusing_yaml(runtime: Runtime, original: Function) -> Function:
+    """With `--yaml-cfg` Megatron forgets the flags that were parsed, ours among them, and validates by other code."""
+
+    def validate_yaml(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
+        if given := [word for word in sys.argv if word.startswith(("--sequence-parallel-mode", "--basp-"))]:
+            raise ConfigurationError(f"--yaml-cfg makes Megatron ignore {given[0]}: pass flags instead")
+        return original(args, defaults)
+
+    return validate_yaml
+
+
+def creating_groups(runtime: Runtime, original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if not runtime.is_active:
+            return
+        from megatron.core import parallel_state
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        config_path = bound.arguments["nccl_communicator_config_path"]
+        timeout = timedelta(minutes=bound.arguments["distributed_timeout_minutes"])
+        cp_group = parallel_state.get_context_parallel_group()
+        if cp_group.size() != runtime.settings.ranks:
+            raise ValueError(
+                f"the context-parallel group has {cp_group.size()} ranks, and the run was planned for "
+                f"{runtime.settings.ranks}"
+            )
+
+        # Where ranks sit is asked, not computed: launchers place them as they like.
+        placement: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(placement, (tuple(dist.get_process_group_ranks(cp_group)), socket.gethostname()))
+        cp_groups = sorted({cp_ranks for cp_ranks, _ in placement})
+        hosts = [host for _, host in placement]
+        devices = runtime.settings.domain_devices
+        domain_of_rank = dict(enumerate(hosts if devices is None else (rank // devices for rank in range(len(hosts)))))
+        runtime.set_settings(runtime.settings.with_domain(aligned_domain_size(cp_groups, domain_of_rank)))
+
+        def new_group(ranks: list[int], description: str) -> dist.ProcessGroup:
+            return parallel_state.create_group(
+                ranks, timeout=timeout, pg_options=_nccl_options(config_path), group_desc=description
+            )
+
+        runtime.set_groups(create_sequence_groups(cp_groups, runtime.settings.group_sizes(), cp_group, new_group))
+        if dist.get_rank() == 0:
+            print_plan(runtime.settings, cp_groups, domain_of_rank)
+        if runtime.settings.ledger is not None:
+            # At exit, which Ctrl-C leads to as well.
+            atexit.register(_write_ledger, runtime.ledger, runtime.settings.ledger, dist.get_rank())
+
+    return initialize_model_parallel
+
+
+def _write_ledger(ledger: Ledger, file: Path, rank: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"rank": rank, **ledger.as_dict()}, indent=2)
+    file.with_suffix(f".rank{rank}{file.suffix}").write_text(text + "\n")
+
+
+def _nccl_options(config_path: str | None) -> Any:
+    """What the user configured for Megatron's `cp` communicator goes for those carved out of it."""
+    if config_path is None:
+        return None
+    import yaml
+    from megatron.core.parallel_state import get_nccl_options
+
+    with open(config_path) as stream:
+        return get_nccl_options("cp", yaml.safe_load(stream))
+
+
+def destroying_groups(runtime: Runtime, original: Function) -> Function:
+    def destroy_model_parallel() -> None:
+        runtime.destroy_groups()
+        original()
+
+    return destroy_model_parallel

@@ -1,0 +1,57 @@
+"""Mixtures of experts: what is balanced over tokens must be balanced over the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_samples, assert_same_training, batch, cp
+
+
+@pytest.mark.supports("Experts", "`aux_loss`, z-loss")
+def test_experts_with_auxiliary_and_z_loss_train_as_one_rank(trainer: Trainer) -> None:
+    flags = (
+        f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+        "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+    )
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
+
+
+@pytest.mark.supports("Experts", "`global_aux_loss`", "the same without context parallelism")
+def test_experts_with_global_auxiliary_loss_train_as_without_context_parallelism(trainer: Trainer) -> None:
+    """The loss is taken over all data-parallel ranks, so that the reference has as many."""
+    flags = (
+        f"{GQA} {ROPE} {batch(3, data_parallel=2)} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+        "--moe-router-load-balancing-type global_aux_loss"
+    )
+    assert_same_training(trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2))
+
+
+@pytest.mark.supports("Experts", "expert bias")
+def test_experts_balanced_by_a_bias_train_as_one_rank(trainer: Trainer) -> None:
+    flags = (
+        f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-load-balancing-type none"
+    )
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
+
+
+@pytest.mark.supports(
+    "Experts", "expert parallelism, dispatchers allgather and alltoall", "stock with the same experts and DP for CP"
+)
+@pytest.mark.parametrize(
+    ("dispatcher", "ranks", "expert_parallel", "rows", "mask"),
+    [("allgather", 2, 2, 3, ""), ("alltoall", 4, 2, 3, "uneven"), ("alltoall", 4, 4, 6, "")],
+)
+def test_expert_parallel_ranks_train_as_data_parallel_ones(
+    trainer: Trainer, dispatcher: str, ranks: int, expert_parallel: int, rows: int, mask: str
+) -> None:
+    """The reference has the same expert parallelism, on which initial weights depend, and the same micro-batches, over
+    which the auxiliary loss is taken: one for each data-parallel rank, in place of one after the other."""
+    flags = (
+        f"{GQA} {ROPE} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+        f"--moe-token-dispatcher-type {dispatcher} --expert-model-parallel-size {expert_parallel}"
+    )
+    run = trainer.planned(f"{flags} {batch(rows, micro_batches=ranks)} {cp(ranks)}", ranks=ranks, mask=mask)
+    reference = trainer.stock(f"{flags} {batch(rows, 1, data_parallel=ranks)}", ranks=ranks, mask=mask)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)

@@ -1,0 +1,64 @@
+"""The README's table of what is supported, made of the tests that show it: it can't claim more than is tested.
+
+    python -m tests.support_table        # writes README.md anew
+
+A test says what it shows with `@pytest.mark.supports(area, feature, held_to)`, on its function or on one of its
+parameter sets; held_to names what the run is compared with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- support table: made by `make support-table` -->", "<!-- end of the support table -->"
+AREAS = ("Parallelism", "Models", "Experts", "Data and loss", "Training", "Checkpoints")
+
+
+class Support(NamedTuple):
+    area: str
+    feature: str
+    held_to: str = "one process"
+
+
+def supported() -> list[Support]:
+    """Every feature that a test shows, by area, in the order of the tests; each once for each thing it is held to."""
+    found = dict.fromkeys(_marked())
+    unknown = {support.area for support in found} - set(AREAS)
+    assert not unknown, f"areas that the table does not know: {unknown}"
+    return sorted(found, key=lambda support: AREAS.index(support.area))
+
+
+def _marked() -> Iterator[Support]:
+    for file in sorted(Path(__file__).parent.glob("*/test_*.py")):
+        module = importlib.import_module(f"tests.{file.parent.name}.{file.stem}")
+        for function in filter(inspect.isfunction, vars(module).values()):
+            marks = list(getattr(function, "pytestmark", ()))
+            for mark in [mark for mark in marks if mark.name == "parametrize"]:
+                marks += [inner for case in mark.args[1] for inner in getattr(case, "marks", ())]
+            yield from (Support(*mark.args, **mark.kwargs) for mark in marks if mark.name == "supports")
+
+
+def table() -> str:
+    """The table in Markdown."""
+    lines = ["| | exact, by a test | held to |", "|---|---|---|"]
+    area = ""
+    for support in supported():
+        lines.append(f"| {'' if support.area == area else support.area} | {support.feature} | {support.held_to} |")
+        area = support.area
+    return "\n".join(lines)
+
+
+def readme_with_table(readme: str) -> str:
+    """The README with today's table in place of the one between the marks."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    README.write_text(readme_with_table(README.read_text()))
