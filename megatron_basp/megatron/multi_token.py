@@ -30,7 +30,7 @@ def rolling(runtime: Runtime, original: Function) -> Function:
     signature = inspect.signature(original)
 
     def roll_tensor(*args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The rolled stream, and its sum over `cp_group`: of one rank where a layer rolls, of all where a loss does."""
+        """The rolled stream and its sum over `cp_group`: of one rank where a layer rolls, of all where a loss does."""
         if not runtime.is_active:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)

@@ -92,9 +92,7 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
         RuntimeError: it did not; the script slices its batches by itself, or holds Megatron's own function, which
         does.
     """
-    expected = microbatches * sum(
-        chunk.pre_process or chunk.post_process or chunk.mtp_process for chunk in chunks
-    )
+    expected = microbatches * sum(chunk.pre_process or chunk.post_process or chunk.mtp_process for chunk in chunks)
     if taken != expected:
         raise RuntimeError(
             f"{taken} micro-batches were taken by the plan in the first step under it, and should have been "
@@ -103,9 +101,7 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
         )
 
 
-def check_exchanges(
-    plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange]
-) -> None:
+def check_exchanges(plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange]) -> None:
     """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
     recomputed.
 
