@@ -53,8 +53,7 @@ REFUSALS = (
         "attention is causal over the whole row, so the mask would be ignored; leave it out",
     ),
     Refusal("perform_rl_step", _unset, _OTHER_BATCH),
-    Refusal("full_validation", _unset, "its last micro-batch is shorter than the planned ones; use --eval-iters"),
-    Refusal("multiple_validation_sets", _unset, "it needs --full-validation; use --eval-iters and one set"),
+    Refusal("multiple_validation_sets", _unset, f"{_NOT_PROVEN}; one set can be validated in full"),
     # Layers.
     Refusal("spec", _unset, "layers that bring their own attention would train without the exchange; leave it out"),
     Refusal("heterogeneous_layers_config_path", _unset, "its layers name their own attention; leave it out"),
