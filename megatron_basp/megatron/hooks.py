@@ -10,6 +10,7 @@ import functools
 from megatron_basp.megatron.batches import receiving_batch, taking_batch
 from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
+from megatron_basp.megatron.multi_token import rolling, weighing_losses
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
 from megatron_basp.megatron.seam import Function, Hook, check_version, replace
@@ -43,6 +44,17 @@ HOOKS = (
         "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
         (),
         choosing_core_attention,
+    ),
+    Hook(
+        "megatron.core.transformer.multi_token_prediction:roll_tensor",
+        ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+        rolling,
+    ),
+    Hook(
+        "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+        ("labels", "loss_mask", "compute_language_model_loss", "config", "cp_group"),
+        weighing_losses,
+        also_in=("megatron.core.models.gpt.gpt_model",),
     ),
     # Batches, and the schedule that asks for them.
     Hook(

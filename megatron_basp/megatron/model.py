@@ -14,6 +14,7 @@ import torch
 
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
+from megatron_basp.megatron.multi_token import number_behind_decoder
 from megatron_basp.megatron.refusals import refuse_unsupported_config
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
@@ -35,6 +36,7 @@ CONTAINERS = frozenset(
     """
     GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
     MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    MultiTokenPredictionBlock MultiTokenPredictionLayer
     """.split()
 )
 
@@ -55,6 +57,7 @@ def building_model(runtime: Runtime, original: Function) -> Function:
         )
         original(**arguments)
         read_positions_from_plan(self, runtime)
+        number_behind_decoder(self)
         check_model(self)
 
     return __init__
@@ -109,7 +112,13 @@ def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtim
 
 
 def read_positions_from_plan(model: torch.nn.Module, runtime: Runtime) -> None:
-    """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)"""
+    """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)
+
+    A pipeline stage without attention has a table that nobody reads; where it takes the loss of several tokens, what
+    arrives is their streams one behind the other, and Megatron asks for as many positions.
+    """
+    if not any(isinstance(module, BaspAttention) for module in model.modules()):
+        return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__ in ROTARY:

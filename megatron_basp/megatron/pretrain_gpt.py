@@ -16,20 +16,30 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
+def has_mtp(args: Any, vp_stage: int | None) -> bool:
+    """Whether this rank predicts several tokens, for which it needs ids as well as labels."""
+    if args.mtp_num_layers is None:
+        return False
+    layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
+    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+
+
 def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tensor | None]:
     """This rank's part of the next micro-batch; all None on pipeline stages in the middle."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(BATCH_KEYS)
     args = get_args()
+    with_mtp = has_mtp(args, vp_stage)
+    if not is_first_or_last_pipeline_stage(vp_stage) and not with_mtp:
+        return dict.fromkeys(BATCH_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
@@ -46,7 +56,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=with_mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -108,7 +118,9 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
     dataset_type = MockGPTDataset if args.mock_data else GPTDataset
 
     def is_built_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+        if mpu.get_tensor_model_parallel_rank() != 0:
+            return False
+        return is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
 
     return BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build()
 

@@ -53,8 +53,7 @@ REFUSALS = (
         "attention is causal over the whole row, so the mask would be ignored; leave it out",
     ),
     Refusal("perform_rl_step", _unset, _OTHER_BATCH),
-    Refusal("full_validation", _unset, "its last micro-batch is shorter than the planned ones; use --eval-iters"),
-    Refusal("multiple_validation_sets", _unset, "it needs --full-validation; use --eval-iters and one set"),
+    Refusal("multiple_validation_sets", _unset, f"{_NOT_PROVEN}; one set can be validated in full"),
     # Layers.
     Refusal("spec", _unset, "layers that bring their own attention would train without the exchange; leave it out"),
     Refusal("heterogeneous_layers_config_path", _unset, "its layers name their own attention; leave it out"),
@@ -62,7 +61,6 @@ REFUSALS = (
     Refusal("hybrid_layer_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("hybrid_override_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
-    Refusal("mtp_num_layers", _unset, f"multi-token prediction needs tokens of the next rank; {_NOT_PROVEN}"),
     Refusal("multi_latent_attention", _unset, _NOT_PROVEN),
     Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
     Refusal("softmax_type", lambda value: value in (None, "vanilla"), f"attention sinks; {_NOT_PROVEN}"),

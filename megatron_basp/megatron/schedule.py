@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_basp.attention import BaspAttention
 from megatron_basp.ledger import Exchange
 from megatron_basp.megatron.model import check_model
+from megatron_basp.megatron.multi_token import attentions_in_a_pass
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
@@ -68,10 +68,8 @@ class PlannedSchedule:
             check_batches(chunks, microbatches, runtime.batches_taken - batches_before)
             counted = Counter(runtime.ledger.collectives)
             counted.subtract(before)
-            layers = [
-                module.layer for chunk in chunks for module in chunk.modules() if isinstance(module, BaspAttention)
-            ]
-            check_exchanges(plan, layers, microbatches, counted)
+            attentions = sum((attentions_in_a_pass(chunk) for chunk in chunks), Counter())
+            check_exchanges(plan, attentions, microbatches, counted)
             runtime.checked_plans.add(plan)
         return result
 
@@ -94,7 +92,7 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
         RuntimeError: it did not; the script slices its batches by itself, or holds Megatron's own function, which
         does.
     """
-    expected = microbatches * sum(chunk.pre_process or chunk.post_process for chunk in chunks)
+    expected = microbatches * sum(chunk.pre_process or chunk.post_process or chunk.mtp_process for chunk in chunks)
     if taken != expected:
         raise RuntimeError(
             f"{taken} micro-batches were taken by the plan in the first step under it, and should have been "
@@ -103,17 +101,20 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
         )
 
 
-def check_exchanges(plan: BatchPlan, layers: Iterable[int], microbatches: int, counted: Counter[Exchange]) -> None:
+def check_exchanges(plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange]) -> None:
     """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
     recomputed.
+
+    Args:
+        attentions: how often each layer attends in one forward pass.
 
     Raises:
         RuntimeError: a layer did not; its attention saw a part of each sequence only.
     """
     waves = Counter(wave.group_size for wave in plan.waves if wave.group_size > 1)
-    for layer in layers:
+    for layer, times in attentions.items():
         for group_size, number in waves.items():
-            expected = number * microbatches
+            expected = number * microbatches * times
             found = counted[Exchange(layer, "qkv", "forward", group_size)]
             if not expected <= found <= 2 * expected:
                 raise RuntimeError(
