@@ -10,6 +10,7 @@ import functools
 from megatron_basp.megatron.batches import receiving_batch, taking_batch
 from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
+from megatron_basp.megatron.packed import packing_as_one_process, reading_documents
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
 from megatron_basp.megatron.seam import Function, Hook, check_version, replace
@@ -44,6 +45,9 @@ HOOKS = (
         (),
         choosing_core_attention,
     ),
+    # Packed rows.
+    Hook("megatron.core.models.gpt.gpt_model:GPTModel.forward", ("packed_seq_params",), reading_documents),
+    Hook("megatron.training.datasets.sft_dataset:SFTDataset.__init__", ("config",), packing_as_one_process),
     # Batches, and the schedule that asks for them.
     Hook(
         "megatron.core.utils:get_batch_on_this_tp_rank",

@@ -1,0 +1,135 @@
+"""Packed rows: documents attend to themselves, in every group, as in one process that attends to each by itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_basp.errors import RankFailed
+from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_samples, assert_same_training, batch, cp
+
+MASKED = "--dataloader-inter-document-masking"
+PARALLEL = {"tensor": "--tensor-model-parallel-size 2", "pipeline": "--pipeline-model-parallel-size 2"}
+VIRTUAL = f"{PARALLEL['pipeline']} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+# What stands for the package `datasets`, of which Megatron uses this one function.
+DATASETS = """
+import json
+
+def load_dataset(kind, data_files, split):
+    assert (kind, split) == ("json", "all")
+    with open(data_files) as lines:
+        return [json.loads(line) for line in lines]
+"""
+
+
+class AttentionByDocument(torch.nn.Module):
+    """softmax(Q·Kᵀ)·V of each document, written out: Megatron's own attention for the CPU refuses packed rows."""
+
+    def __init__(self, config: Any, **others: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(self, query: Any, key: Any, value: Any, mask: Any, *, packed_seq_params: Any, **others: Any) -> Any:
+        assert mask is None and packed_seq_params.qkv_format == "thd"
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        outputs = []
+        for start, stop in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
+            q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))  # [h, length, d]
+            scores = self.scale * q @ k.transpose(1, 2)
+            future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+            outputs.append((scores.masked_fill(future, -torch.inf).softmax(2) @ v).transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
+
+
+def attend_by_document() -> None:
+    from megatron.core.models.backends import LocalSpecProvider
+
+    LocalSpecProvider.core_attention = lambda self: AttentionByDocument
+
+
+def conversations(seed: int) -> list[dict[str, str]]:
+    """Some conversations of a few short turns, one behind the other, as a line of Megatron's SFT data holds them."""
+    draw = random.Random(seed)
+    words = "a ring of ranks sends its keys round and the sum of all heads is what one rank would have found".split()
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, 7)))
+
+    turns = []
+    for _ in range(draw.randint(1, 5)):
+        turns.append({"role": "system", "content": text()})
+        for _ in range(draw.randint(1, 2)):
+            turns += [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
+    return turns
+
+
+@pytest.fixture(scope="module")
+def sft(trainer: Trainer) -> Iterator[str]:
+    """The flags of supervised fine-tuning on a few hundred lines of conversations."""
+    from transformers import AutoTokenizer
+
+    from megatron_basp.tokenizer import train_tokenizer
+
+    lines = [conversations(seed) for seed in range(400)]
+    data = trainer.folder / "conversations.jsonl"
+    data.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in lines))
+    texts = [f"{turn['role'].title()}\n{turn['content']}\n" for turns in lines for turn in turns]
+    folder = train_tokenizer(texts, trainer.folder / "chat_tokenizer", vocab_size=400)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Those that Megatron's format "nemotron-h-aligned" writes turns with, the last one for padding.
+    tokenizer.add_tokens(["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>"], special_tokens=True)
+    tokenizer.save_pretrained(trainer.folder / "chat_tokenizer_with_roles")
+    stand_in = trainer.folder / "stand_in"
+    stand_in.mkdir()
+    (stand_in / "datasets.py").write_text(DATASETS)
+    if is_missing := find_spec("datasets") is None:
+        sys.path.insert(0, str(stand_in))
+    yield (
+        f"--sft --tokenizer-type SFTTokenizer --tokenizer-model {trainer.folder}/chat_tokenizer_with_roles "
+        f"--data-path {data} --no-create-attention-mask-in-dataloader"
+    )
+    if is_missing:
+        sys.path.remove(str(stand_in))
+
+
+def assert_same_as_by_document(trainer: Trainer, flags: str, planned: str = "", ranks: int = 1) -> None:
+    """4 ranks train as a run without context parallelism in which each document is attended to by itself."""
+    run = trainer.planned(f"{flags} {cp(4 // ranks)} {planned}", ranks=4)
+    reference = trainer.stock(flags, ranks=ranks, prepare=attend_by_document)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+@pytest.mark.supports("Data and loss", f"`{MASKED}`")
+@pytest.mark.parametrize("rows", [2, 3])
+def test_documents_of_a_row_are_kept_apart(trainer: Trainer, rows: int) -> None:
+    assert_same_as_by_document(trainer, f"{GQA} {ROPE} {batch(rows)} {MASKED}")
+
+
+@pytest.mark.supports("Data and loss", "supervised fine-tuning on packed conversations (`--sft`)")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fine_tuning_on_packed_conversations(trainer: Trainer, sft: str, rows: int) -> None:
+    assert_same_as_by_document(trainer, f"{GQA} {ROPE} {batch(rows)} {sft}")
+
+
+@pytest.mark.supports(
+    "Data and loss",
+    "packed rows under tensor and pipeline parallelism, and with full recompute",
+    "the same without context parallelism",
+)
+@pytest.mark.parametrize(
+    "parallel", [*PARALLEL.values(), pytest.param(VIRTUAL, marks=pytest.mark.slow)], ids=[*PARALLEL, "virtual"]
+)
+def test_packed_conversations_on_every_stage(trainer: Trainer, sft: str, parallel: str) -> None:
+    assert_same_as_by_document(trainer, f"{GQA} {ROPE} {batch(3)} {sft} {parallel}", RECOMPUTED, ranks=2)
