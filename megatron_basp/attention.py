@@ -92,8 +92,8 @@ class BaspAttention(torch.nn.Module):
         plan = self.plan_holder.plan
         if documents is not None and documents.lengths != plan.lengths:
             raise ValueError(
-                f"layer {self.layer}: the documents are of rows of {documents.lengths} tokens, and the plan is for rows "
-                f"of {plan.lengths}"
+                f"layer {self.layer}: the documents are of rows of {documents.lengths} tokens, and the plan is for "
+                f"rows of {plan.lengths}"
             )
         tokens, batch = query.shape[:2]
         if (tokens, batch) != (plan.tokens, 1):
@@ -165,9 +165,7 @@ class CausalSDPA:
         return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def by_document(
-    attend: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[Boundaries]
-) -> Tensor:
+def by_document(attend: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[Boundaries]) -> Tensor:
     """Attention over each document of each row by itself.
 
     Args:

@@ -46,14 +46,12 @@ def documents_of_rows(cumulative: Sequence[int], lengths: Sequence[int]) -> Docu
     places = sorted(set(cumulative))
     if missing := sorted(set(ends_of_rows) - set(places)):
         raise ValueError(
-            f"a document must end where its row does, and none ends at token {missing[0]}, got rows of {list(lengths)} "
-            f"tokens and cumulative lengths {_short(cumulative)}"
+            f"a document must end where its row does, and none ends at token {missing[0]}, got rows of "
+            f"{_short(lengths)} tokens and cumulative lengths {_short(cumulative)}"
         )
     indices = [places.index(end) for end in ends_of_rows]
     return Documents(
-        tuple(
-            tuple(place - places[first] for place in places[first : last + 1]) for first, last in pairwise(indices)
-        )
+        tuple(tuple(place - places[first] for place in places[first : last + 1]) for first, last in pairwise(indices))
     )
 
 

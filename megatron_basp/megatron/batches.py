@@ -11,7 +11,6 @@ from megatron_basp.batch import take_stream
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 
-
 # What a batch says of its documents; `megatron_basp/megatron/packed.py` reads it when the model is called.
 DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded")
 

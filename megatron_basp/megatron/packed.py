@@ -2,9 +2,9 @@
 
 Megatron describes them by cumulative lengths over the rows of a micro-batch strung together, in a `PackedSeqParams`
 with the layout `thd`, which the training script hands to the model on every pipeline stage. Layers would apply these
-to the T tokens of a rank's stream, which lie in another order. So the model gets `PackedRows` in its place: a stream is
-`sbhd` to it as ever, its rotary positions restart in each document, and core attention knows the documents of the whole
-rows that it sees after its exchange.
+to the T tokens of a rank's stream, which lie in another order. So the model gets `PackedRows` in its place: a stream
+is `sbhd` to it as ever, its rotary positions restart in each document, and core attention knows the documents of the
+whole rows that it sees after its exchange.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PackedRows:
     documents: of the rows of the micro-batch.
     positions: of each token of this rank's stream within its document, [T] int64.
 
-    The rest is what Megatron's layers read of a `PackedSeqParams` (`core/packed_seq_params.py`) where the layout is not
-    `thd`. It is no subclass: what else they would read belongs to `thd`, and is missing here instead of wrong.
+    The rest is what Megatron's layers read of a `PackedSeqParams` (`core/packed_seq_params.py`) where the layout is
+    not `thd`. It is no subclass: what else they would read belongs to `thd`, and is missing here instead of wrong.
     """
 
     documents: Documents

@@ -51,8 +51,8 @@ REFUSALS = (
     Refusal(
         "reset_attention_mask",
         _unset,
-        "it is a mask of S×S tokens made by the loader, and groups use none; --dataloader-inter-document-masking keeps "
-        "documents apart by where they end",
+        "it is a mask of S×S tokens that the loader makes, and attention takes none: keep documents apart with "
+        "--dataloader-inter-document-masking",
     ),
     Refusal("perform_rl_step", _unset, _OTHER_BATCH),
     Refusal("full_validation", _unset, "its last micro-batch is shorter than the planned ones; use --eval-iters"),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +38,7 @@ class AttentionByDocument(torch.nn.Module):
     def __init__(self, config: Any, **others: Any) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
+        self.window = config.window_size[0] if config.window_size else None
 
     def forward(self, query: Any, key: Any, value: Any, mask: Any, *, packed_seq_params: Any, **others: Any) -> Any:
         assert mask is None and packed_seq_params.qkv_format == "thd"
@@ -47,8 +47,10 @@ class AttentionByDocument(torch.nn.Module):
         for start, stop in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
             q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))  # [h, length, d]
             scores = self.scale * q @ k.transpose(1, 2)
-            future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
-            outputs.append((scores.masked_fill(future, -torch.inf).softmax(2) @ v).transpose(0, 1))
+            unseen = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+            if self.window is not None:
+                unseen |= unseen.new_ones(unseen.shape).tril(-self.window - 1)
+            outputs.append((scores.masked_fill(unseen, -torch.inf).softmax(2) @ v).transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
 
@@ -120,13 +122,15 @@ def sft(trainer: Trainer) -> Iterator[str]:
         sys.path.remove(str(stand_in))
 
 
-def assert_same_as_by_document(trainer: Trainer, flags: str, planned: str = "", ranks: int = 1) -> None:
+def assert_same_as_by_document(
+    trainer: Trainer, flags: str, planned: str = cp(4), ranks: int = 1, sabotage: Callable[[], None] = lambda: None
+) -> None:
     """4 ranks train as a run without context parallelism in which each document is attended to by itself."""
-    run = trainer.planned(f"{flags} {cp(4 // ranks)} {planned}", ranks=4)
+    run = trainer.planned(f"{flags} {planned}", ranks=4, sabotage=sabotage)
     prepare = attend_by_document_on_every_stage if PARALLEL["pipeline"] in flags else attend_by_document
     reference = trainer.stock(flags, ranks=ranks, prepare=prepare)
-    assert_same_training(run, reference)
     assert_same_samples(run, reference)
+    assert_same_training(run, reference)
 
 
 @pytest.mark.supports("Data and loss", f"`{MASKED}`")
@@ -150,4 +154,82 @@ def test_fine_tuning_on_packed_conversations(trainer: Trainer, sft: str, rows: i
     "parallel", [*PARALLEL.values(), pytest.param(VIRTUAL, marks=pytest.mark.slow)], ids=[*PARALLEL, "virtual"]
 )
 def test_packed_conversations_on_every_stage(trainer: Trainer, sft: str, parallel: str) -> None:
-    assert_same_as_by_document(trainer, f"{GQA} {ROPE} {batch(3)} {sft} {parallel}", RECOMPUTED, ranks=2)
+    assert_same_as_by_document(trainer, f"{GQA} {ROPE} {batch(3)} {sft} {parallel}", f"{cp(2)} {RECOMPUTED}", ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.supports(
+    "Data and loss", f"`{MASKED}` with sliding windows, learned positions, experts, several replicas"
+)
+@pytest.mark.parametrize(
+    ("flags", "planned"),
+    [
+        (f"{GQA} {ROPE} {batch(3)} --window-size 5,0", cp(4)),
+        (f"--position-embedding-type learned_absolute {batch(3)}", cp(4)),
+        (f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2", cp(4)),
+        (f"{GQA} {ROPE} {batch(3, data_parallel=2)} --calculate-per-token-loss", cp(2)),
+    ],
+    ids=["window", "learned positions", "experts", "replicas"],
+)
+def test_documents_are_kept_apart_in_other_models_and_replicas(trainer: Trainer, flags: str, planned: str) -> None:
+    assert_same_as_by_document(trainer, f"{flags} {MASKED}", planned)
+
+
+@pytest.mark.slow
+@pytest.mark.supports("Data and loss", "`--sft` with evaluation at another B, several replicas")
+@pytest.mark.parametrize(
+    ("flags", "planned"),
+    [
+        (f"{batch(2)} --eval-micro-batch-size 3 --eval-global-batch-size 6", cp(4)),
+        (batch(3, data_parallel=2), cp(2)),
+    ],
+    ids=["evaluation", "replicas"],
+)
+def test_fine_tuning_in_other_ways(trainer: Trainer, sft: str, flags: str, planned: str) -> None:
+    assert_same_as_by_document(trainer, f"{GQA} {ROPE} {flags} {sft}", planned)
+
+
+def documents_ignored() -> None:
+    from megatron_basp import attention
+
+    attention.by_document = lambda attend, query, key, value, documents: attend(query, key, value)
+
+
+def documents_of_the_first_rows() -> None:
+    from megatron_basp.documents import Documents
+
+    Documents.of_rows = lambda self, rows: self.by_row[: len(rows)]
+
+
+def packs_padded_for_slices() -> None:
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    SFTDataset.__init__ = SFTDataset.__init__.__wrapped__
+
+
+def evaluation_averaged_by_rank() -> None:
+    from megatron_basp.megatron import schedule
+
+    schedule._over_groups = lambda sums, runtime: sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sabotage",
+    [documents_ignored, documents_of_the_first_rows, packs_padded_for_slices, evaluation_averaged_by_rank],
+)
+def test_a_fault_with_packed_rows_shows_in_the_comparison(
+    trainer: Trainer, sft: str, sabotage: Callable[[], None]
+) -> None:
+    with pytest.raises(AssertionError):
+        assert_same_as_by_document(trainer, f"{GQA} {ROPE} {batch(3)} {sft}", sabotage=sabotage)
+
+
+def test_a_script_that_keeps_documents_from_the_model_is_refused(trainer: Trainer) -> None:
+    def sabotage() -> None:
+        from megatron_basp.megatron import pretrain_gpt
+
+        pretrain_gpt.packed_seq_params_of = lambda batch: None
+
+    with pytest.raises(RankFailed, match="the data is packed, and the model was given no packed_seq_params"):
+        trainer.planned(f"{GQA} {ROPE} {batch(2)} {MASKED} {cp(2)}", ranks=2, sabotage=sabotage)

@@ -76,8 +76,8 @@ class Trainer:
     def _stock(
         self, flags: str, ranks: int = 1, mask: str = "", prepare: Callable[[], None] = lambda: None
     ) -> list[RankReport]:
-        """Megatron alone: no hook of ours is imported, and attention is its own `DotProductAttention`, unless `prepare`,
-        called on each rank, puts in another."""
+        """Megatron alone: no hook of ours is imported, and attention is its own `DotProductAttention`, unless
+        `prepare`, called on each rank, puts in another."""
         return self._run(flags, ranks, mask, install=False, sabotage=prepare)
 
     def planned(

@@ -24,6 +24,8 @@ def run(micro_batch_size, **changes):
         "tensor_model_parallel_size": 1,
         "domain_devices": None,
         "per_token_loss": False,
+        "packed": False,
+        "sft": False,
         "ledger": None,
     }
     return Settings(**values | changes)
