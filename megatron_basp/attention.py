@@ -2,13 +2,14 @@
 
 Shapes: query [T, 1, H, d_qk], key [T, 1, Hkv, d_qk], value [T, 1, Hkv, d_v] in the stream's order, H and Hkv per
 tensor-parallel rank; the output is [T, 1, H·d_v]. A kernel sees whole sequences of its own heads, in Megatron's `sbhd`
-order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v].
+order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v]. Where rows are packed it gets the documents of each row as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_basp.all_to_all import ExchangeGroup, heads_to_sequence, sequence_to_heads
+from megatron_basp.documents import Boundaries, Documents
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import PlanHolder, Share
 from megatron_basp.process_groups import SequenceGroups
 
-Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+Kernel = Callable[..., Tensor]  # (query, key, value), and (…, documents) of packed rows
 
 
 class BaspAttention(torch.nn.Module):
@@ -62,15 +64,19 @@ class BaspAttention(torch.nn.Module):
     ) -> Tensor:
         """Megatron's core-attention signature (`megatron/core/transformer/attention.py`).
 
+        Args:
+            packed_seq_params: of packed rows, something with their `documents` (`megatron/packed.py`).
+
         Raises:
-            ValueError: anything but plain causal attention over a whole stream is asked for.
+            ValueError: anything but causal attention over a whole stream, or its documents, is asked for.
         """
+        documents = getattr(packed_seq_params, "documents", None)
         refused = [
             name
             for name, value in {
                 "an attention mask tensor": attention_mask,
                 "an attention bias": attention_bias,
-                "packed sequences": packed_seq_params,
+                "packed sequences": packed_seq_params if documents is None else None,
             }.items()
             if value is not None
         ]
@@ -80,10 +86,15 @@ class BaspAttention(torch.nn.Module):
             raise ValueError(
                 f"layer {self.layer}: {' and '.join(refused)} would be ignored: BASP attention is causal only"
             )
-        return self._attend(query, key, value)
+        return self._attend(query, key, value, documents)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         plan = self.plan_holder.plan
+        if documents is not None and documents.lengths != plan.lengths:
+            raise ValueError(
+                f"layer {self.layer}: the documents are of rows of {documents.lengths} tokens, and the plan is for "
+                f"rows of {plan.lengths}"
+            )
         tokens, batch = query.shape[:2]
         if (tokens, batch) != (plan.tokens, 1):
             raise ValueError(
@@ -93,12 +104,17 @@ class BaspAttention(torch.nn.Module):
         shares = plan.shares(self.groups.cp_rank)
         counts = [share.tokens for share in shares]
         parts = [x.squeeze(1).split(counts) for x in (query, key, value)]
-        outputs = [self._attend_wave(share, *qkv) for share, *qkv in zip(shares, *parts, strict=True)]
+        outputs = [self._attend_wave(share, documents, *qkv) for share, *qkv in zip(shares, *parts, strict=True)]
         return torch.cat(outputs).flatten(1)[:, None]
 
-    def _attend_wave(self, share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_wave(
+        self, share: Share, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         """[t, heads, d] of this rank's part of a wave -> [t, H, d_v]."""
-        kernel, rows = self.kernels[share.group_size], len(share.rows)
+        rows = len(share.rows)
+        kernel = self.kernels[share.group_size]
+        if documents is not None:
+            kernel = partial(kernel, documents=documents.of_rows(share.rows))
         if share.group_size == 1:
             return self._run_kernel(kernel, rows, query, key, value)
         where = ExchangeGroup(self.groups.by_size[share.group_size], share.tokens_per_rank, self.ledger, self.layer)
@@ -129,7 +145,11 @@ class CausalSDPA:
         self.softmax_scale = softmax_scale
         self.window = window
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[Boundaries] | None = None
+    ) -> Tensor:
+        if documents is not None:
+            return by_document(self, query, key, value, documents)
         # [S, rows, h, d] -> [rows, h, S, d]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mask = None if self.window is None else sliding_window(query.shape[2], self.window, query.device)
@@ -143,6 +163,20 @@ class CausalSDPA:
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def by_document(attend: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[Boundaries]) -> Tensor:
+    """Attention over each document of each row by itself.
+
+    Args:
+        attend: attention over whole rows, [S, rows, h, d] -> [S, rows, h·d_v].
+        documents: of each of the rows.
+    """
+    outputs = []
+    for row, boundaries in enumerate(documents):
+        whole = [x[:, row : row + 1] for x in (query, key, value)]
+        outputs.append(torch.cat([attend(*(x[start:stop] for x in whole)) for start, stop in pairwise(boundaries)]))
+    return torch.cat(outputs, dim=1)
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.megatron.refusals import refuse_unsupported
+from megatron_basp.megatron.refusals import refuse_unsupported, refuse_unsupported_packing
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.megatron.text_dataset import check_text_dataset, count_documents
 from megatron_basp.plan import Limits
@@ -81,6 +81,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
                 )
         return None
     refuse_unsupported(args, mode)
+    refuse_unsupported_packing(args)
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ConfigurationError(
@@ -175,6 +176,8 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         tensor_model_parallel_size=tensor_parallel,
         domain_devices=args.basp_domain_size,
         per_token_loss=args.calculate_per_token_loss,
+        packed=args.sft or args.dataloader_inter_document_masking,
+        sft=args.sft,
         ledger=args.basp_ledger,
     )
 
@@ -203,6 +206,11 @@ def check_environment(args: argparse.Namespace) -> None:
             "--transformer-impl transformer_engine (the default) needs Transformer Engine, which is not installed: "
             "install megatron-basp[te], or pass --transformer-impl local"
         )
+    if args.sft and importlib.util.find_spec("datasets") is None:
+        raise ConfigurationError(
+            "--sft needs the package datasets, with which Megatron reads conversations, and it is not installed: pip "
+            "install datasets"
+        )
 
 
 def check_data_files(args: argparse.Namespace) -> None:
@@ -216,9 +224,19 @@ def check_data_files(args: argparse.Namespace) -> None:
         for word in getattr(args, name) or ():
             if _is_number(word) or "://" in word:
                 continue
+            if args.sft:
+                _check_conversations(Path(word))
+                continue
             check_text_dataset(Path(word))
             if name == "data_path" and args.split is not None:
                 check_split(Path(word), args.split, is_evaluated=args.eval_iters != 0)
+
+
+def _check_conversations(file: Path) -> None:
+    if not file.is_file():
+        raise ConfigurationError(
+            f"{file}: missing; --sft reads a JSON file with an object a line, its conversations under 'messages'"
+        )
 
 
 def check_split(prefix: Path, split: str, is_evaluated: bool) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
+from megatron_basp.documents import Boundaries
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 
@@ -79,7 +81,7 @@ def make_sdpa(*, config: Any, layer_number: int, softmax_scale: float | None = N
 
 
 def make_te(te_attention: type[torch.nn.Module]) -> Callable[..., Kernel]:
-    """The maker of Transformer Engine kernels: causal, without a mask, `sbhd`."""
+    """The maker of Transformer Engine kernels: causal, without a mask; `sbhd`, or `thd` where rows are packed."""
 
     def make(*, attn_mask_type: Any, **arguments: Any) -> Kernel:
         module = te_attention(attn_mask_type=attn_mask_type, cp_comm_type=None, **arguments)
@@ -94,8 +96,41 @@ class _TEKernel(torch.nn.Module):
         self.attention = attention
         self.attn_mask_type = attn_mask_type
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return self.attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: Sequence[Boundaries] | None = None,
+    ) -> torch.Tensor:
+        if documents is None:
+            return self.attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+        # Rows strung together: [S, rows, h, d] -> [rows·S, h, d], a copy where there are several rows. For `thd` the
+        # module itself turns `causal` into `padding_causal`, as it does for stock.
+        length, rows = query.shape[:2]
+        output = self.attention(
+            *(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)),
+            None,
+            attn_mask_type=self.attn_mask_type,
+            packed_seq_params=_thd_params(tuple(documents), query.device),
+        )
+        return output.reshape(rows, length, -1).transpose(0, 1)
+
+
+@functools.lru_cache(maxsize=16)  # the same for all layers of a micro-batch: a wave or two
+def _thd_params(documents: tuple[Boundaries, ...], device: torch.device) -> Any:
+    """Megatron's description of packed rows that are strung together."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [stop - start for boundaries in documents for start, stop in pairwise(boundaries)]
+    cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
 
 
 def choosing_core_attention(runtime: Runtime, original: Function) -> Function:

@@ -11,6 +11,7 @@ from megatron_basp.megatron.batches import receiving_batch, taking_batch
 from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
 from megatron_basp.megatron.multi_token import rolling, weighing_losses
+from megatron_basp.megatron.packed import packing_as_one_process, reading_documents
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
 from megatron_basp.megatron.seam import Function, Hook, check_version, replace
@@ -56,6 +57,9 @@ HOOKS = (
         weighing_losses,
         also_in=("megatron.core.models.gpt.gpt_model",),
     ),
+    # Packed rows.
+    Hook("megatron.core.models.gpt.gpt_model:GPTModel.forward", ("packed_seq_params",), reading_documents),
+    Hook("megatron.training.datasets.sft_dataset:SFTDataset.__init__", ("config",), packing_as_one_process),
     # Batches, and the schedule that asks for them.
     Hook(
         "megatron.core.utils:get_batch_on_this_tp_rank",

@@ -76,9 +76,19 @@ class StreamRotaryEmbedding(torch.nn.Module):
         self.plan_holder = runtime.plan_holder
         self.groups = runtime.groups
         self._latest: tuple[BatchPlan, Any] | None = None
+        self._packed: Any = None
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        return self.inner.get_rotary_seq_len(*args, **kwargs)
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+    ) -> int:
+        """T, packed or not. Models ask for it right before they call `forward`, and tell only here of documents."""
+        self._packed = packed_seq_params
+        return self.inner.get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """[T, 1, 1, dim], and with YaRN the scale of attention behind it; the signatures of
@@ -89,12 +99,20 @@ class StreamRotaryEmbedding(torch.nn.Module):
                 f"rotary positions are planned for a stream of {plan.tokens} tokens, and the model asked for "
                 f"{max_seq_len} (offset {offset}, packed {packed_seq}, group {cp_group})"
             )
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            return self._rows_of_table(plan, packed.positions)
         if self._latest is None or self._latest[0] is not plan:
-            made = self.inner(plan.lengths[0], cp_group=self.groups.alone)
-            table, *scale = made if isinstance(made, tuple) else (made,)
-            table = table[stream_positions(plan, self.groups.cp_rank, table.device)]
-            self._latest = (plan, (table, *scale) if scale else table)
+            self._latest = (plan, self._rows_of_table(plan))
         return self._latest[1]
+
+    def _rows_of_table(self, plan: BatchPlan, positions: torch.Tensor | None = None) -> Any:
+        made = self.inner(plan.lengths[0], cp_group=self.groups.alone)
+        table, *scale = made if isinstance(made, tuple) else (made,)
+        if positions is None:
+            positions = stream_positions(plan, self.groups.cp_rank, table.device)
+        table = table[positions]
+        return (table, *scale) if scale else table
 
 
 def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtime) -> tuple[Any, Any]:

@@ -14,16 +14,20 @@ from megatron.core import utils as core_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *DOCUMENT_KEYS)
 
 
 def has_mtp(args: Any, vp_stage: int | None) -> bool:
@@ -35,10 +39,13 @@ def has_mtp(args: Any, vp_stage: int | None) -> bool:
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tensor | None]:
-    """This rank's part of the next micro-batch; all None on pipeline stages in the middle."""
+    """This rank's part of the next micro-batch; on pipeline stages in the middle, what says where its packed documents
+    end, if they are packed, and else nothing."""
     args = get_args()
+    packed = args.sft or args.dataloader_inter_document_masking
     with_mtp = has_mtp(args, vp_stage)
-    if not is_first_or_last_pipeline_stage(vp_stage) and not with_mtp:
+    in_the_middle = not (is_first_or_last_pipeline_stage(vp_stage) or with_mtp)
+    if in_the_middle and not packed:
         return dict.fromkeys(BATCH_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
@@ -47,7 +54,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
         batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
     batch = core_utils.get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -61,7 +68,36 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return core_utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    batch = core_utils.flatten_batch_for_packed_sequences(batch)
+    if in_the_middle:
+        return dict.fromkeys(BATCH_KEYS) | {key: batch[key] for key in DOCUMENT_KEYS}
+    return core_utils.get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+
+
+def packed_seq_params_of(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """What the model is told of the documents in the batch's rows, if they are packed."""
+    if batch["cu_seqlens"] is None:
+        return None
+    documents, padded = batch["cu_seqlens"].squeeze(0), batch["cu_seqlens_padded"]
+    update_seqlen_stats_from_cu_seqlens(documents)
+    if padded is not None:
+        documents = padded = padded.squeeze(0)
+    longest = int(batch["max_seqlen"].item())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=documents,
+        cu_seqlens_kv=documents,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor, model: Any = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -92,6 +128,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_seq_params_of(batch),
     )
     return output, partial(loss_func, batch["loss_mask"], model=model)
 
@@ -114,13 +151,16 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
-    dataset_type = MockGPTDataset if args.mock_data else GPTDataset
+    dataset_type = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
 
     def is_built_here() -> bool:
         if mpu.get_tensor_model_parallel_rank() != 0:
             return False
-        return is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
+        return args.sft or is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
 
     return BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build()
 

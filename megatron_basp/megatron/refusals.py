@@ -39,18 +39,20 @@ _OTHER_BATCH = (
 )
 _OTHER_MIXING = "it mixes along the sequence without core attention, so ranks would miss each other's tokens"
 
+# The flags with which rows hold several documents.
+PACKING = ("--sft", "--dataloader-inter-document-masking")
+
 REFUSALS = (
     # Data and batches.
     Refusal("rampup_batch_size", _unset, "Megatron parses it and ignores it; use --step-batch-size-schedule"),
     Refusal("hybrid_context_parallel", _unset, "it re-plans the context-parallel group itself; use one or the other"),
     Refusal("decoder_seq_length", _unset, _OTHER_BATCH),
     Refusal("hierarchical_context_parallel_sizes", _unset, "groups are carved by the plan instead; leave it out"),
-    Refusal("sft", _unset, _OTHER_BATCH),
-    Refusal("dataloader_inter_document_masking", _unset, _OTHER_BATCH),
     Refusal(
         "reset_attention_mask",
         _unset,
-        "attention is causal over the whole row, so the mask would be ignored; leave it out",
+        "it is a mask of S×S tokens that the loader makes, and attention takes none: keep documents apart with "
+        "--dataloader-inter-document-masking",
     ),
     Refusal("perform_rl_step", _unset, _OTHER_BATCH),
     Refusal("multiple_validation_sets", _unset, f"{_NOT_PROVEN}; one set can be validated in full"),
@@ -147,4 +149,22 @@ def _refuse(refusal: Refusal, value: Any, mode: str) -> None:
         flag = refusal.flag or "--" + refusal.name.replace("_", "-")
         raise ConfigurationError(
             f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {refusal.why}"
+        )
+
+
+def refuse_unsupported_packing(args: Namespace) -> None:
+    """Raise `ConfigurationError` for what packed rows do not go with."""
+    packing = next((flag for flag in PACKING if getattr(args, flag.lstrip("-").replace("-", "_"))), None)
+    if packing is None:
+        return
+    for name in ("mtp_num_layers", "multi_latent_attention"):
+        if getattr(args, name):
+            raise ConfigurationError(f"{packing} with --{name.replace('_', '-')}: {_NOT_PROVEN}")
+    stages = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    layout = (*stages, "pipeline_model_parallel_layout")
+    if not args.sft and (args.pipeline_model_parallel_size > 2 or any(getattr(args, name) for name in layout)):
+        raise ConfigurationError(
+            f"{packing} with more than 2 pipeline stages: Megatron's script reads documents on each stage, and builds "
+            f"data sets on the first and the last only: use --pipeline-model-parallel-size 1 or 2, without virtual "
+            f"stages or a layout"
         )

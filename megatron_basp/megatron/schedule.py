@@ -151,6 +151,8 @@ def _rescaled(loss_func: Callable[..., Any], runtime: Runtime) -> Callable[..., 
                 f"their token counts are, which is another objective: return (summed loss, number of tokens, report)"
             )
         loss, num_tokens, report = result
+        if runtime.settings.sft:
+            report = {name: _over_groups(sums, runtime) for name, sums in report.items()}
         if not runtime.settings.per_token_loss:
             total = num_tokens.detach().to(torch.int64).clone()
             dist.all_reduce(total, group=runtime.groups.cp_group)
@@ -159,3 +161,18 @@ def _rescaled(loss_func: Callable[..., Any], runtime: Runtime) -> Callable[..., 
         return loss, num_tokens, report
 
     return rescaled_loss_func
+
+
+def _over_groups(sums: Tensor, runtime: Runtime) -> Tensor:
+    """A reported pair (summed loss, number of tokens) of the micro-batch instead of a rank's part of it.
+
+    With `--sft` evaluation averages the quotients of ranks, whatever their token counts are (`evaluate` in
+    `training/training.py`); elsewhere Megatron sums both over the ranks first, and the quotient stays the same.
+    """
+    if sums.numel() != 2:
+        raise ValueError(
+            f"the loss function reports {sums.numel()} numbers, and with --sft it must be (summed loss, tokens)"
+        )
+    sums = sums.clone()
+    dist.all_reduce(sums, group=runtime.groups.cp_group)
+    return sums

@@ -10,9 +10,9 @@ from megatron_basp.batch import take_stream
 from megatron_basp.ledger import MICRO_BATCH, Exchange, Ledger
 from megatron_basp.megatron.multi_token import roll_over_ranks, rolling
 from megatron_basp.megatron.runtime import Runtime
-from megatron_basp.megatron.settings import Settings
 from megatron_basp.plan import Limits, plan_batch
 from tests.distributed.small_attention import RANKS, groups_of_all_ranks
+from tests.settings import small_settings
 
 pytestmark = pytest.mark.distributed
 
@@ -46,8 +46,7 @@ def stock_roll_tensor(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_para
 
 def hooked(plan, groups):
     runtime = Runtime()
-    limits = Limits(4, 4)
-    runtime.set_settings(Settings("basp", RANKS, limits, 8, 1, 1, 1, 1, 1, None, False, None))
+    runtime.set_settings(small_settings())
     runtime.set_groups(groups)
     runtime.plan_holder.set(plan)
     return rolling(runtime, stock_roll_tensor)

@@ -22,7 +22,6 @@ REFUSED = {
     "--cp-comm-type p2p": "--cp-comm-type (got p2p)",
     "--reset-attention-mask": "--reset-attention-mask (got True) is not supported",
     "--spec some.module layer_spec": "--spec (got ['some.module', 'layer_spec']) is not supported",
-    "--sft": "--sft (got True) is not supported",
     "--hybrid-layer-pattern M*": "Mamba layers",
     "--cuda-graph-impl local": "CUDA graphs",
     "--use-megatron-fsdp": "--use-megatron-fsdp (got True) is not supported",

@@ -75,9 +75,12 @@ class Trainer:
         self._numbers = itertools.count()
         self.stock = lru_cache(maxsize=None)(self._stock)
 
-    def _stock(self, flags: str, ranks: int = 1, mask: str = "") -> list[RankReport]:
-        """Megatron alone: no hook of ours is imported, and attention is its own `DotProductAttention`."""
-        return self._run(flags, ranks, mask, install=False)
+    def _stock(
+        self, flags: str, ranks: int = 1, mask: str = "", prepare: Callable[[], None] = lambda: None
+    ) -> list[RankReport]:
+        """Megatron alone: no hook of ours is imported, and attention is its own `DotProductAttention`, unless
+        `prepare`, called on each rank, puts in another."""
+        return self._run(flags, ranks, mask, install=False, sabotage=prepare)
 
     def planned(
         self,
@@ -114,9 +117,9 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         from megatron_basp.megatron import hooks
 
         runtime = hooks.install()
-        sabotage()
     else:
         assert "megatron_basp.megatron.hooks" not in sys.modules, "a stock run must not know of the hooks"
+    sabotage()
     samples: list[list[int]] = [[]]
     gradients: list[dict[str, torch.Tensor]] = []
     chunks: list[Any] = []

@@ -14,8 +14,6 @@ FEATURES = {
     "rampup_batch_size": (None, [16, 16, 1000]),
     "hybrid_context_parallel": (False, True),
     "hierarchical_context_parallel_sizes": (None, [2, 4]),
-    "sft": (False, True),
-    "dataloader_inter_document_masking": (False, True),
     "decoder_seq_length": (None, 64),
     "reset_attention_mask": (False, True),
     "perform_rl_step": (False, True),
@@ -80,6 +78,12 @@ def megatron_like_parser():
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--full-validation", action="store_true")
+    parser.add_argument("--sft", action="store_true")
+    parser.add_argument("--dataloader-inter-document-masking", action="store_true")
+    for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--pipeline-model-parallel-layout")
+    parser.add_argument("--mtp-num-layers", type=int)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
@@ -156,6 +160,16 @@ def test_ulysses_is_one_wave_over_all_ranks_whatever_the_batch():
     for micro_batch_size in (1, 3, 8):
         settings = accepted(f"{ULYSSES} --micro-batch-size {micro_batch_size}")
         assert waves(settings, micro_batch_size) == [(micro_batch_size, 8)]
+
+
+def test_rows_are_packed_with_either_flag():
+    for flag, packed, sft in (
+        ("", False, False),
+        ("--sft", True, True),
+        ("--dataloader-inter-document-masking", True, False),
+    ):
+        settings = accepted(f"{BASP} {flag}")
+        assert (settings.packed, settings.sft) == (packed, sft)
 
 
 def test_a_fixed_group_size_holds_for_all_rows():
