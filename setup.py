@@ -29,6 +29,6 @@ setup(
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.20,<2.21"],
         "bench": ["psutil"],
-        "dev": ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "types-PyYAML", "uv"],
+        "dev": ["einops", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "types-PyYAML", "uv"],
     },
 )

@@ -103,9 +103,32 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     if args.basp_ledger is not None:
         _check_ledger(args.basp_ledger)
     settings = _settings(args, mode, ranks)
+    _check_mapping(args)
     for batch_size in settings.batch_sizes():
-        settings.plan(batch_size, settings.seq_length)
+        tokens = settings.plan(batch_size, settings.seq_length).tokens
+        if args.sequence_parallel and tokens % settings.tensor_model_parallel_size:
+            raise ConfigurationError(
+                f"--sequence-parallel spreads the T = B·S/N tokens of a rank over TP ranks, so that T % TP must be 0, "
+                f"got T = {batch_size}·{settings.seq_length}/{ranks} = {tokens} and "
+                f"TP={settings.tensor_model_parallel_size}: use a --seq-length that is a multiple of "
+                f"{ranks * settings.tensor_model_parallel_size}"
+            )
     return settings
+
+
+def _check_mapping(args: argparse.Namespace) -> None:
+    """Megatron's own condition (`initialize_model_parallel`), told before ranks meet."""
+    if not args.use_tp_pp_dp_mapping or args.pipeline_model_parallel_size == 1:
+        return
+    tensor_parallel, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    attention = tensor_parallel * args.context_parallel_size
+    experts = (expert_tensor or tensor_parallel) * args.expert_model_parallel_size
+    if attention != experts:
+        raise ConfigurationError(
+            f"--use-tp-pp-dp-mapping with pipeline stages wants TP·CP to be the experts' TP·EP, got "
+            f"{tensor_parallel}·{args.context_parallel_size} and {experts // args.expert_model_parallel_size}·"
+            f"{args.expert_model_parallel_size}: leave it out, or choose --expert-model-parallel-size to fit"
+        )
 
 
 def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
@@ -166,6 +189,10 @@ def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, dat
 
 def check_environment(args: argparse.Namespace) -> None:
     """Raise `ConfigurationError` where a package that the flags need is not installed."""
+    if (args.num_distributed_optimizer_instances or 1) > 1 and importlib.util.find_spec("einops") is None:
+        raise ConfigurationError(
+            "--num-distributed-optimizer-instances needs einops, which is not installed: pip install einops"
+        )
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ConfigurationError(
             "--transformer-impl transformer_engine (the default) needs Transformer Engine, which is not installed: "

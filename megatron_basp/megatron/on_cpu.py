@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import os
@@ -38,6 +39,29 @@ def install() -> None:
         _split_sizes_on_the_host,
         also_in=["megatron.core.transformer.moe.token_dispatcher"],
     )
+    # Torch's norms, which stand for Apex's on a CPU, refuse --sequence-parallel.
+    replace(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        ["config"],
+        _norm_that_marks_its_parameters,
+    )
+
+
+def _norm_that_marks_its_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With --sequence-parallel a tensor-parallel rank norms a part of the tokens, so that the gradients of the norm's
+    parameters have to be summed over those ranks: Megatron does that for parameters which say so, as Apex's do
+    (`_allreduce_non_tensor_model_parallel_grads` in `core/distributed/finalize_model_grads.py`)."""
+
+    @functools.wraps(original)
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return __new__
 
 
 def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:

@@ -47,14 +47,11 @@ FEATURES = {
     "moe_expert_rank_capacity_factor": (None, 1.0),
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
-    "sequence_parallel": (False, True),
     "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
     "expert_tensor_parallel_num_weight_shards": (None, 2),
-    "use_tp_pp_dp_mapping": (False, True),
-    "num_distributed_optimizer_instances": (1, 2),
     "fp8": (None, "hybrid"),
     "fp4": (None, "e2m1"),
     "cuda_graph_impl": ("none", "local"),
@@ -81,6 +78,9 @@ def megatron_like_parser():
     parser.add_argument("--num-query-groups", type=int, default=1)
     parser.add_argument("--group-query-attention", action="store_true")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
@@ -303,6 +303,20 @@ def test_a_global_batch_that_evaluation_does_not_divide_is_refused():
 def test_heads_that_tensor_parallelism_does_not_divide_are_refused(heads):
     message = refused(f"{BASP} --tensor-model-parallel-size 2 {heads}", world_size=16)
     assert message.startswith("heads % TP must be 0") and "TP=2" in message
+
+
+def test_tokens_that_tensor_parallel_ranks_cannot_share_are_refused_with_a_length_that_works():
+    flags = f"{BASP} --sequence-parallel --tensor-model-parallel-size 4 --num-attention-heads 32 --seq-length"
+    message = refused(f"{flags} 16 --micro-batch-size 1", world_size=32)
+    assert "T = 1·16/8 = 2 and TP=4" in message and message.endswith("multiple of 32")
+    assert accepted(f"{flags} 32 --micro-batch-size 1", world_size=32).seq_length == 32
+
+
+def test_a_mapping_that_puts_stages_before_replicas_wants_the_same_replicas_of_attention_and_experts():
+    flags = f"{BASP} --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2"
+    assert "got 1·8 and 1·1" in refused(flags, world_size=16)
+    assert accepted(f"{flags} --expert-model-parallel-size 8", world_size=16).ranks == 8
+    assert accepted(f"{BASP} --use-tp-pp-dp-mapping").ranks == 8
 
 
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):
