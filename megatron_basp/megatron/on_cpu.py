@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,8 @@ def install() -> None:
         lambda original: functools.partial(original, allow_no_cuda=True),
         also_in=["megatron.training", "megatron.training.training"],
     )
-    # The default backend of `--distributed-backend` is nccl.
-    replace(
-        "megatron.training.arguments:add_megatron_arguments",
-        ["parser"],
-        _with_gloo_as_default_backend,
-    )
+    replace("megatron.training.arguments:add_megatron_arguments", ["parser"], _with_defaults_for_gloo)
+    replace("megatron.training.arguments:validate_args", ["args", "defaults"], _with_more_queues_for_fsdp)
     # The warm-up of fused functions draws from the CUDA generator, here the only one there is, and as many numbers as
     # S/CP asks for: runs that differ in CP would start from different random states.
     replace(
@@ -72,14 +69,29 @@ def _unless_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     return lambda: None if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") else compile_helpers()
 
 
-def _with_gloo_as_default_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_defaults_for_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The default backend of `--distributed-backend` is nccl, and only nccl can scale gradients while it sums them
+    (`_make_nccl_premul_sum`), which is Megatron-FSDP's default."""
+
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
         parser = original(parser)
-        parser.set_defaults(distributed_backend="gloo")
+        parser.set_defaults(distributed_backend="gloo", gradient_reduce_div_fusion=False)
         return parser
 
     return add_megatron_arguments
+
+
+def _with_more_queues_for_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For FSDP Megatron asserts that CUDA_DEVICE_MAX_CONNECTIONS is not what it asserts for CP > 1 without it."""
+
+    @functools.wraps(original)
+    def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
+        if args.use_megatron_fsdp or args.use_torch_fsdp2:
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+        return original(args, defaults)
+
+    return validate_args
 
 
 def _split_sizes_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_basp.local_ranks import run_ranks
 from megatron_basp.plan import BatchPlan
+from tests.end_to_end.whole_parameters import named_gradients, named_parameters
 
 ITERATIONS = 10
 LOSS_TOLERANCE = 2e-6  # absolute, of losses between 4 and 7
@@ -128,7 +129,7 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         samples.append([])
         step = len(record.grad_norms)
         if step in (1, ITERATIONS):
-            gradients.append({name: p.main_grad.clone() for name, p in _named_parameters(model)})
+            gradients.append(dict(named_gradients(model)))
         chunks[:] = model
 
     forward_step = pretrain_gpt.forward_step
@@ -141,7 +142,7 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
     sys.argv = ["pretrain_gpt", *argv]
     pretrain_gpt.main()
     # Not in the last step: with overlap a rank gets the others' shards of the new parameters later.
-    parameters = {name: p.detach().clone() for name, p in _named_parameters(chunks)}
+    parameters = dict(named_parameters(chunks))
     plan = runtime.plan(runtime.settings.micro_batch_size, SEQ_LENGTH) if runtime else None
     place = (
         parallel_state.get_tensor_model_parallel_rank(),
@@ -160,11 +161,6 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         parameters,
         plan,
     )
-
-
-def _named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for index, chunk in enumerate(model):
-        yield from ((f"{index}.{name}", parameter) for name, parameter in chunk.named_parameters())
 
 
 def _observed(data_iterator: Any, samples: list[list[int]], mask: str, training: bool) -> Iterator[Any]:
