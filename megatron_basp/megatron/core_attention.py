@@ -7,7 +7,6 @@ asserts its head counts; else torch's SDPA.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +105,17 @@ def choosing_core_attention(runtime: Runtime, original: Function) -> Function:
         if not runtime.is_active:
             return stock
         make_kernel = make_sdpa if stock is DotProductAttention else make_te(stock)
-        return functools.partial(MegatronBaspAttention, make_kernel, runtime)
+        return attention_class(make_kernel, runtime)
 
     return core_attention
+
+
+def attention_class(make_kernel: Callable[..., Kernel], runtime: Runtime) -> type[MegatronBaspAttention]:
+    """A class that is built from Megatron's arguments alone. (A `functools.partial` would do for plain attention;
+    multi-latent attention builds its core by `core/transformer/spec_utils.py`, which takes a class.)"""
+
+    class PlannedAttention(MegatronBaspAttention):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(make_kernel, runtime, **arguments)
+
+    return PlannedAttention

@@ -34,7 +34,7 @@ ROTARY = frozenset({"RotaryEmbedding", "YarnRotaryEmbedding"})
 CONTAINERS = frozenset(
     """
     GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
-    MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    MLASelfAttention FusedMLASelfAttention MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
     """.split()
 )
 
@@ -92,6 +92,14 @@ class StreamRotaryEmbedding(torch.nn.Module):
             table = table[stream_positions(plan, self.groups.cp_rank, table.device)]
             self._latest = (plan, (table, *scale) if scale else table)
         return self._latest[1]
+
+    def get_cached_cos_sin(
+        self, seq_len: int, offset: int = 0, dtype: torch.dtype = torch.float32, packed_seq: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of the same, scaled, [T, 1, 1, dim] each: what the fused YaRN of multi-latent attention reads,
+        one row for each token (`core/fusions/fused_mla_yarn_rope_apply.py`)."""
+        table, scale = self(seq_len, offset, packed_seq)
+        return (table.cos() * scale).to(dtype), (table.sin() * scale).to(dtype)
 
 
 def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtime) -> tuple[Any, Any]:

@@ -63,7 +63,6 @@ REFUSALS = (
     Refusal("hybrid_override_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
     Refusal("mtp_num_layers", _unset, f"multi-token prediction needs tokens of the next rank; {_NOT_PROVEN}"),
-    Refusal("multi_latent_attention", _unset, _NOT_PROVEN),
     Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
     Refusal("softmax_type", lambda value: value in (None, "vanilla"), f"attention sinks; {_NOT_PROVEN}"),
     Refusal("qk_clip", _unset, _NOT_PROVEN),

@@ -30,7 +30,6 @@ FEATURES = {
     "hybrid_override_pattern": (None, "M*M*"),
     "experimental_attention_variant": (None, "gated_delta_net"),
     "mtp_num_layers": (None, 1),
-    "multi_latent_attention": (False, True),
     "window_size": (None, (128, 1)),
     "softmax_type": ("vanilla", "learnable"),
     "qk_clip": (False, True),
