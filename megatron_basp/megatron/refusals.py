@@ -64,7 +64,6 @@ REFUSALS = (
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
     Refusal("mtp_num_layers", _unset, f"multi-token prediction needs tokens of the next rank; {_NOT_PROVEN}"),
     Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
-    Refusal("softmax_type", lambda value: value in (None, "vanilla"), f"attention sinks; {_NOT_PROVEN}"),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),

@@ -31,7 +31,6 @@ FEATURES = {
     "experimental_attention_variant": (None, "gated_delta_net"),
     "mtp_num_layers": (None, 1),
     "window_size": (None, (128, 1)),
-    "softmax_type": ("vanilla", "learnable"),
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
     "apply_query_key_layer_scaling": (False, True),

@@ -21,6 +21,7 @@ def transformer_config(heads: int = 8, kv_heads: int = 4, tensor_parallel: int =
         tensor_model_parallel_size=tensor_parallel,
         kv_channels=16,
         context_parallel_size=1,
+        softmax_type="vanilla",
     )
 
 
@@ -55,6 +56,7 @@ def test_a_share_of_heads_counts_replicated_kv_heads_and_all_tensor_parallel_ran
 
 def test_transformer_engine_gets_one_module_for_each_group_size_and_no_context_parallelism() -> None:
     attention = MegatronBaspAttention(
+        RecordingAttention,
         make_te(RecordingAttention),
         runtime(1, 4),
         config=transformer_config(),
@@ -84,6 +86,7 @@ def test_transformer_engine_gets_one_module_for_each_group_size_and_no_context_p
 def test_attention_that_is_not_causal_self_attention_is_refused(mask: SimpleNamespace, kind: str) -> None:
     with pytest.raises(ValueError, match="layer 1: BASP attention is causal self-attention"):
         MegatronBaspAttention(
+            RecordingAttention,
             make_sdpa,
             runtime(1),
             config=transformer_config(),
