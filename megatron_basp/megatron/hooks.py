@@ -10,6 +10,7 @@ import functools
 from megatron_basp.megatron.batches import receiving_batch, taking_batch
 from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
+from megatron_basp.megatron.router import balancing_rows
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
 from megatron_basp.megatron.seam import Function, Hook, check_version, replace
@@ -43,6 +44,11 @@ HOOKS = (
         "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
         (),
         choosing_core_attention,
+    ),
+    Hook(
+        "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+        ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz", "with_padding_mask"),
+        balancing_rows,
     ),
     # Batches, and the schedule that asks for them.
     Hook(

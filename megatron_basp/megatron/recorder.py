@@ -20,12 +20,14 @@ class Record:
     """One entry a step, on the ranks of the last pipeline stage for losses, on all ranks for the rest.
 
     held_out_losses: one entry an evaluation, the first of them before training.
+    expert_losses: what Megatron logs of its experts, by name: auxiliary losses, z-loss.
     """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     held_out_losses: list[float] = field(default_factory=list)
+    expert_losses: list[dict[str, float]] = field(default_factory=list)
 
 
 def record_training(after_step: Callable[[Record, Any], None] = lambda record, model: None) -> Record:
@@ -74,6 +76,20 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
 
         return train
 
+    def expert_log(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def aggregate(*args: Any, **kwargs: Any) -> Any:
+            scalars = original(*args, **kwargs)
+            record.expert_losses.append({name: float(value) for name, value in scalars.items()})
+            return scalars
+
+        return aggregate
+
+    replace(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._aggregate",
+        ["loss_scale", "metric_names"],
+        expert_log,
+    )
     replace("megatron.training.training:train_step", ["forward_step_func", "data_iterator", "model"], step)
     replace(
         "megatron.training.training:evaluate", ["forward_step_func", "data_iterator", "model", "config"], evaluation

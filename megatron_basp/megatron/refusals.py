@@ -87,9 +87,10 @@ REFUSALS = (
     Refusal(
         "moe_router_load_balancing_type",
         lambda value: (
-            set([value] if isinstance(value, str) else value or []) <= {"aux_loss", "global_aux_loss", "none"}
+            set([value] if isinstance(value, str) else value or [])
+            <= {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
         ),
-        f"only aux_loss, global_aux_loss and none are supported; others are {_NOT_PROVEN}",
+        f"only aux_loss, seq_aux_loss, global_aux_loss and none are supported; others are {_NOT_PROVEN}",
     ),
     Refusal("moe_expert_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"),
     Refusal(

@@ -26,6 +26,34 @@ def test_experts_with_global_auxiliary_loss_train_as_without_context_parallelism
     assert_same_training(trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2))
 
 
+@pytest.mark.supports("Experts", "`seq_aux_loss`, with other auxiliary losses too")
+@pytest.mark.parametrize(
+    ("flags", "rows", "mask", "recompute"),
+    [
+        ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1", 3, "", ""),
+        (
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-1",
+            6,
+            "uneven",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1 --calculate-per-token-loss",
+            3,
+            "uneven",
+            "--recompute-granularity selective --recompute-modules moe",
+        ),
+    ],
+)
+def test_experts_balanced_over_each_sequence_train_as_one_rank(
+    trainer: Trainer, flags: str, rows: int, mask: str, recompute: str
+) -> None:
+    flags = f"{GQA} {ROPE} {batch(rows)} --num-experts 4 --moe-router-topk 2 {flags}"
+    run = trainer.planned(f"{flags} {cp(4)} {recompute}", ranks=4, mask=mask)
+    assert all(losses["seq_load_balancing_loss"] > 0 for losses in run[-1].expert_losses)
+    assert_same_training(run, trainer.stock(flags, mask=mask))
+
+
 @pytest.mark.supports("Experts", "expert bias")
 def test_experts_balanced_by_a_bias_train_as_one_rank(trainer: Trainer) -> None:
     flags = (

@@ -58,6 +58,7 @@ class RankReport:
     losses: list[float]
     grad_norms: list[float]
     held_out_losses: list[float]
+    expert_losses: list[dict[str, float]]
     samples: list[list[int]]
     gradients: list[dict[str, torch.Tensor]]
     parameters: dict[str, torch.Tensor]
@@ -148,6 +149,7 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         record.losses,
         record.grad_norms,
         record.held_out_losses,
+        record.expert_losses,
         samples[:-1],
         gradients,
         parameters,
@@ -205,6 +207,11 @@ def assert_same_training(
     assert len(last.held_out_losses) == len(reference_last.held_out_losses) >= 2
     held_out = _largest_difference(last.held_out_losses, reference_last.held_out_losses)
     assert held_out <= LOSS_TOLERANCE, "held-out losses differ"
+    for found, expected in zip(last.expert_losses, reference_last.expert_losses, strict=True):
+        assert found.keys() == expected.keys()
+        assert all(abs(found[name] - expected[name]) <= TOLERANCE * expected[name] for name in found), (
+            f"logged losses of experts differ: {found}, not {expected}"
+        )
     peers = {report.place: report for report in reference}
     for rank, report in enumerate(run):
         peer = peers[report.place]

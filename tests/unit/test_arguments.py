@@ -341,7 +341,7 @@ def test_an_argument_that_megatron_no_longer_has_is_not_passed_over(name):
         ("position_embedding_type", "none"),
         ("transformer_impl", "local"),
         ("moe_router_load_balancing_type", "none"),
-        ("moe_router_load_balancing_type", ["aux_loss", "none"]),
+        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss", "none"]),
         ("moe_router_load_balancing_type", None),
         ("expert_model_parallel_size", None),
     ],
@@ -351,7 +351,7 @@ def test_other_values_that_are_supported_are_not_refused(name, value):
 
 
 def test_one_unsupported_load_balancing_among_supported_ones_is_refused():
-    assert "seq_aux_loss" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"])
+    assert "sinkhorn" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "sinkhorn"])
 
 
 # Help.
