@@ -31,7 +31,7 @@ class BaspAttention(torch.nn.Module):
         plan_holder: where the plan of the current micro-batch is found.
         kernels: the local attention for each K that plans may use.
         ledger, layer: where the exchanges are written down.
-        softmax_offset: the logit of each head's attention sink, [H]; a parameter where it is learnt. None without sinks.
+        softmax_offset: the logit of each head's attention sink, [H], a parameter where they are learnt; None without.
     """
 
     def __init__(

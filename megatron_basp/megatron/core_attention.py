@@ -86,9 +86,7 @@ class MegatronBaspAttention(BaspAttention):
         return self._sinks[0].sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.pop(
-            f"{prefix}_extra_state", None
-        )  # FP8 state, empty, in checkpoints of Transformer Engine's module
+        state_dict.pop(f"{prefix}_extra_state", None)  # of Transformer Engine's module: FP8 state, empty
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

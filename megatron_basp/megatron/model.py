@@ -14,7 +14,7 @@ import torch
 
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
-from megatron_basp.megatron.refusals import refuse_unsupported_config
+from megatron_basp.megatron.refusals import refuse_capacity_of_shards, refuse_unsupported_config
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
@@ -34,7 +34,8 @@ ROTARY = frozenset({"RotaryEmbedding", "YarnRotaryEmbedding"})
 CONTAINERS = frozenset(
     """
     GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
-    MLASelfAttention FusedMLASelfAttention MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    MLASelfAttention FusedMLASelfAttention
     """.split()
 )
 
@@ -49,6 +50,7 @@ def building_model(runtime: Runtime, original: Function) -> Function:
 
         arguments = signature.bind(self, *args, **kwargs).arguments
         refuse_unsupported_config(arguments["config"], runtime.settings.mode)
+        refuse_capacity_of_shards(arguments["config"], runtime.settings.group_sizes(), runtime.settings.mode)
         groups = arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
         arguments["config"], arguments["pg_collection"] = without_context_parallelism(
             arguments["config"], groups, runtime
@@ -96,8 +98,8 @@ class StreamRotaryEmbedding(torch.nn.Module):
     def get_cached_cos_sin(
         self, seq_len: int, offset: int = 0, dtype: torch.dtype = torch.float32, packed_seq: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of the same, scaled, [T, 1, 1, dim] each: what the fused YaRN of multi-latent attention reads,
-        one row for each token (`core/fusions/fused_mla_yarn_rope_apply.py`)."""
+        """Cosine and sine of the same, scaled, [T, 1, 1, dim] each: what the fused YaRN of multi-latent attention
+        reads, one row for each token (`core/fusions/fused_mla_yarn_rope_apply.py`)."""
         table, scale = self(seq_len, offset, packed_seq)
         return (table.cos() * scale).to(dtype), (table.sin() * scale).to(dtype)
 

@@ -41,7 +41,7 @@ def install() -> None:
         _split_sizes_on_the_host,
         also_in=["megatron.core.transformer.moe.token_dispatcher"],
     )
-    # Multi-latent attention names its head sizes, which Transformer Engine's core attention takes and this one does not.
+    # Multi-latent attention names its head sizes, which only Transformer Engine's core attention takes.
     replace(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         ["config", "layer_number"],

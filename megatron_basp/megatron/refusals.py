@@ -6,7 +6,7 @@ A feature leaves this list together with the end-to-end test that shows it to be
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_basp.errors import ConfigurationError
@@ -92,7 +92,6 @@ REFUSALS = (
         ),
         f"only aux_loss, seq_aux_loss, global_aux_loss and none are supported; others are {_NOT_PROVEN}",
     ),
-    Refusal("moe_expert_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"),
     Refusal(
         "moe_expert_rank_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"
     ),
@@ -144,6 +143,25 @@ def refuse_unsupported_config(config: Any, mode: str) -> None:
     for refusal in REFUSALS:
         if hasattr(config, refusal.name) and refusal.name not in resolved:
             _refuse(refusal, getattr(config, refusal.name), mode)
+
+
+def refuse_capacity_of_shards(values: Any, group_sizes: Sequence[int], mode: str) -> None:
+    """Raise `ConfigurationError` if experts drop tokens beyond a capacity where ranks hold parts of sequences.
+
+    Capacity is counted over the tokens of one rank. At K = 1 those are whole sequences, as in a run with so much more
+    data parallelism; the parts that ranks hold at K > 1 come together in no run of Megatron's, whose shards are other
+    ones, so that there is nothing the result could be held to.
+
+    Args:
+        values: arguments or a model's configuration. group_sizes: the K that the run's plans choose.
+    """
+    factor = values.moe_expert_capacity_factor
+    if factor is not None and factor >= 0 and max(group_sizes) > 1:
+        raise ConfigurationError(
+            f"--moe-expert-capacity-factor (got {factor}) is not supported with --sequence-parallel-mode {mode} where "
+            f"K > 1 (here K in {list(group_sizes)}): each rank would drop tokens by what it holds of a sequence; make "
+            f"the micro-batch a multiple of --context-parallel-size, in basp mode, or leave the factor out"
+        )
 
 
 def _refuse(refusal: Refusal, value: Any, mode: str) -> None:

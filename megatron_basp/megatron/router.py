@@ -15,9 +15,9 @@ from megatron_basp.megatron.seam import Function
 def balancing_rows(runtime: Runtime, original: Function) -> Function:
     """`seq_aux_loss` over the rows of the micro-batch, in place of the whole stream.
 
-    The loss is the mean over rows b of E·Σ_e f_be·P_be: f the share of the row's tokens that went to expert e, over all
-    ranks that hold the row; P the mean of their scores, of which each rank adds its own tokens' part, and only that
-    part's gradient. So counts are summed by row and over tp×cp, scores by row alone.
+    The loss is the mean over rows b of E·Σ_e f_be·P_be: f is the share of the row's tokens that went to expert e, over
+    all ranks that hold the row; P is the mean of their scores, to which each rank adds its own tokens' part and its
+    gradient. So counts are summed by row and over tp×cp, scores by row alone.
     """
 
     def _apply_seq_aux_loss(

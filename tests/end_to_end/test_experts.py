@@ -83,3 +83,25 @@ def test_expert_parallel_ranks_train_as_data_parallel_ones(
     reference = trainer.stock(f"{flags} {batch(rows, 1, data_parallel=ranks)}", ranks=ranks, mask=mask)
     assert_same_training(run, reference)
     assert_same_samples(run, reference)
+
+
+@pytest.mark.supports("Experts", "capacity factor, with padding to it, where K = 1", "stock with DP for CP")
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        ("--moe-expert-capacity-factor 0.7", 4),
+        ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", 8),
+        ("--moe-expert-capacity-factor 0.6 --moe-token-drop-policy position --expert-model-parallel-size 2", 4),
+    ],
+)
+def test_experts_drop_the_tokens_that_data_parallel_ranks_would_drop(trainer: Trainer, flags: str, rows: int) -> None:
+    """Capacity is counted over the tokens of a rank, so the reference puts the same ones together. Its micro-batches are
+    smaller, over which auxiliary losses are taken: these are left out."""
+    flags = (
+        f"{GQA} {ROPE} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+        f"--moe-token-dispatcher-type alltoall {flags}"
+    )
+    run = trainer.planned(f"{flags} {batch(rows)} {cp(4)}", ranks=4)
+    reference = trainer.stock(f"{flags} {batch(rows // 4, data_parallel=4)}", ranks=4)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)

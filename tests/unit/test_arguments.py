@@ -41,7 +41,6 @@ FEATURES = {
     "expert_tensor_parallel_size": (None, 1),
     "moe_token_dispatcher_type": ("allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "sinkhorn"),
-    "moe_expert_capacity_factor": (None, 1.0),
     "moe_expert_rank_capacity_factor": (None, 1.0),
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
@@ -80,6 +79,7 @@ def megatron_like_parser():
     parser.add_argument("--group-query-attention", action="store_true")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.add_argument("--moe-expert-capacity-factor", type=float)
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
 
@@ -180,6 +180,16 @@ def test_checking_sets_nothing():
     settings_from_arguments(args)
     assert vars(args) == before
     assert args.cp_comm_type == ["p2p"], "Megatron's default is still what it was"
+
+
+@pytest.mark.parametrize("flags", ["--micro-batch-size 8", "--micro-batch-size 3 --moe-expert-capacity-factor -1"])
+def test_experts_may_drop_tokens_where_ranks_hold_whole_sequences_and_not_where_they_hold_parts(flags):
+    assert accepted(f"{BASP} --moe-expert-capacity-factor 1 {flags}")
+    message = refused(f"{BASP} {flags} --micro-batch-size 3 --moe-expert-capacity-factor 0")
+    assert "K > 1 (here K in [4, 8])" in message
+    assert "K > 1" in refused(f"{ULYSSES} --micro-batch-size 8 --moe-expert-capacity-factor 1")
+    evaluation = "--eval-micro-batch-size 2 --eval-global-batch-size 2"
+    assert "K > 1" in refused(f"{BASP} --micro-batch-size 8 {evaluation} --moe-expert-capacity-factor 1")
 
 
 # What is refused.
