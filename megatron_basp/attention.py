@@ -22,7 +22,8 @@ from megatron_basp.ledger import Ledger
 from megatron_basp.plan import PlanHolder, Share
 from megatron_basp.process_groups import SequenceGroups
 
-Kernel = Callable[..., Tensor]  # (query, key, value), and (…, documents) of packed rows
+Kernel = Callable[..., Tensor]
+"""(query, key, value), `documents` of packed rows and `softmax_offset` of attention sinks where there are such."""
 
 
 class BaspAttention(torch.nn.Module):
@@ -33,6 +34,7 @@ class BaspAttention(torch.nn.Module):
         plan_holder: where the plan of the current micro-batch is found.
         kernels: the local attention for each K that plans may use.
         ledger, layer: where the exchanges are written down.
+        softmax_offset: the logit of each head's attention sink, [H], a parameter where they are learnt; None without.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class BaspAttention(torch.nn.Module):
         kernels: Mapping[int, Kernel],
         ledger: Ledger,
         layer: int,
+        softmax_offset: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -51,6 +54,7 @@ class BaspAttention(torch.nn.Module):
         self.kernels = dict(kernels)
         self.ledger = ledger
         self.layer = layer
+        self.softmax_offset = softmax_offset
 
     def forward(
         self,
@@ -111,10 +115,12 @@ class BaspAttention(torch.nn.Module):
         self, share: Share, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """[t, heads, d] of this rank's part of a wave -> [t, H, d_v]."""
-        rows = len(share.rows)
-        kernel = self.kernels[share.group_size]
+        kernel, rows = self.kernels[share.group_size], len(share.rows)
         if documents is not None:
             kernel = partial(kernel, documents=documents.of_rows(share.rows))
+        if self.softmax_offset is not None:
+            # Those of this rank's heads, [H/K]. The gradients of all ranks' parts sum up in Megatron's reduction.
+            kernel = partial(kernel, softmax_offset=self.softmax_offset.chunk(share.group_size)[share.rank_in_group])
         if share.group_size == 1:
             return self._run_kernel(kernel, rows, query, key, value)
         where = ExchangeGroup(self.groups.by_size[share.group_size], share.tokens_per_rank, self.ledger, self.layer)
@@ -146,13 +152,22 @@ class CausalSDPA:
         self.window = window
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[Boundaries] | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Sequence[Boundaries] | None = None,
+        softmax_offset: Tensor | None = None,
     ) -> Tensor:
         if documents is not None:
-            return by_document(self, query, key, value, documents)
+            return by_document(partial(self, softmax_offset=softmax_offset), query, key, value, documents)
         # [S, rows, h, d] -> [rows, h, S, d]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mask = None if self.window is None else sliding_window(query.shape[2], self.window, query.device)
+        length = query.shape[2]
+        mask = None if self.window is None else sliding_window(length, self.window, query.device)
+        if softmax_offset is not None:
+            seen = sliding_window(length, length, query.device) if mask is None else mask
+            query, key, value, mask = with_sink(query, key, value, seen, softmax_offset / self.softmax_scale)
         output = F.scaled_dot_product_attention(
             query,
             key,
@@ -179,7 +194,26 @@ def by_document(attend: Kernel, query: Tensor, key: Tensor, value: Tensor, docum
     return torch.cat(outputs, dim=1)
 
 
-@lru_cache(maxsize=1)
+def with_sink(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, offset: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One key more, which every query sees: its score is the head's offset, its value 0.
+
+    Queries carry the offset in a channel of its own, which is 1 in that key and 0 in all others.
+
+    Args:
+        query, key, value: [rows, heads, S, d]. seen: [S, S] bool. offset: [heads of query], before the scale.
+
+    Returns:
+        query [rows, h, S, d_qk + 1], key [rows, hkv, S + 1, d_qk + 1], value [rows, hkv, S + 1, d_v], seen [S, S + 1].
+    """
+    offset = offset.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    sink = F.pad(torch.zeros_like(key[:, :, :1]), (0, 1), value=1.0)
+    key = torch.cat([F.pad(key, (0, 1)), sink], dim=2)
+    return torch.cat([query, offset], dim=3), key, F.pad(value, (0, 0, 0, 1)), F.pad(seen, (0, 1), value=True)
+
+
+@lru_cache(maxsize=2)
 def sliding_window(length: int, window: int, device: torch.device) -> Tensor:
     """What each query (row) sees of the keys: itself and `window` tokens before it, [S, S] bool.
 

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.megatron.refusals import refuse_unsupported, refuse_unsupported_packing
+from megatron_basp.megatron.refusals import (
+    refuse_capacity_of_shards,
+    refuse_unsupported,
+    refuse_unsupported_packing,
+)
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.megatron.text_dataset import check_text_dataset, count_documents
 from megatron_basp.plan import Limits
@@ -114,6 +118,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
                 f"TP={settings.tensor_model_parallel_size}: use a --seq-length that is a multiple of "
                 f"{ranks * settings.tensor_model_parallel_size}"
             )
+    refuse_capacity_of_shards(args, settings.group_sizes(), mode)
     return settings
 
 

@@ -45,6 +45,12 @@ def install() -> None:
         ["config"],
         _norm_that_marks_its_parameters,
     )
+    # Multi-latent attention names its head sizes, which only Transformer Engine's core attention takes.
+    replace(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        ["config", "layer_number"],
+        _with_head_sizes,
+    )
 
 
 def _norm_that_marks_its_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,3 +107,14 @@ def _split_sizes_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]
         return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
     return maybe_move_tensor_to_cpu
+
+
+def _with_head_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            # The width of the output; the scale is passed in, and nothing else depends on head sizes.
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return __init__

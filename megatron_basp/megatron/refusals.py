@@ -6,7 +6,7 @@ A feature leaves this list together with the end-to-end test that shows it to be
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_basp.errors import ConfigurationError
@@ -63,9 +63,7 @@ REFUSALS = (
     Refusal("hybrid_layer_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("hybrid_override_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
-    Refusal("multi_latent_attention", _unset, _NOT_PROVEN),
     Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
-    Refusal("softmax_type", lambda value: value in (None, "vanilla"), f"attention sinks; {_NOT_PROVEN}"),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),
@@ -89,11 +87,11 @@ REFUSALS = (
     Refusal(
         "moe_router_load_balancing_type",
         lambda value: (
-            set([value] if isinstance(value, str) else value or []) <= {"aux_loss", "global_aux_loss", "none"}
+            set([value] if isinstance(value, str) else value or [])
+            <= {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
         ),
-        f"only aux_loss, global_aux_loss and none are supported; others are {_NOT_PROVEN}",
+        f"only aux_loss, seq_aux_loss, global_aux_loss and none are supported; others are {_NOT_PROVEN}",
     ),
-    Refusal("moe_expert_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"),
     Refusal(
         "moe_expert_rank_capacity_factor", _unset, f"capacity depends on which tokens a rank holds; {_NOT_PROVEN}"
     ),
@@ -144,6 +142,25 @@ def refuse_unsupported_config(config: Any, mode: str) -> None:
             _refuse(refusal, getattr(config, refusal.name), mode)
 
 
+def refuse_capacity_of_shards(values: Any, group_sizes: Sequence[int], mode: str) -> None:
+    """Raise `ConfigurationError` if experts drop tokens beyond a capacity where ranks hold parts of sequences.
+
+    Capacity is counted over the tokens of one rank. At K = 1 those are whole sequences, as in a run with so much more
+    data parallelism; the parts that ranks hold at K > 1 come together in no run of Megatron's, whose shards are other
+    ones, so that there is nothing the result could be held to.
+
+    Args:
+        values: arguments or a model's configuration. group_sizes: the K that the run's plans choose.
+    """
+    factor = values.moe_expert_capacity_factor
+    if factor is not None and factor >= 0 and max(group_sizes) > 1:
+        raise ConfigurationError(
+            f"--moe-expert-capacity-factor (got {factor}) is not supported with --sequence-parallel-mode {mode} where "
+            f"K > 1 (here K in {list(group_sizes)}): each rank would drop tokens by what it holds of a sequence; make "
+            f"the micro-batch a multiple of --context-parallel-size, in basp mode, or leave the factor out"
+        )
+
+
 def _refuse(refusal: Refusal, value: Any, mode: str) -> None:
     if not refusal.allowed(value):
         flag = refusal.flag or "--" + refusal.name.replace("_", "-")
@@ -160,6 +177,11 @@ def refuse_unsupported_packing(args: Namespace) -> None:
     for name in ("mtp_num_layers", "multi_latent_attention"):
         if getattr(args, name):
             raise ConfigurationError(f"{packing} with --{name.replace('_', '-')}: {_NOT_PROVEN}")
+    if "seq_aux_loss" in args.moe_router_load_balancing_type:
+        raise ConfigurationError(
+            f"{packing} with seq_aux_loss: Megatron strings packed rows together and balances all of them as one "
+            f"sequence; use aux_loss"
+        )
     stages = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     layout = (*stages, "pipeline_model_parallel_layout")
     if not args.sft and (args.pipeline_model_parallel_size > 2 or any(getattr(args, name) for name in layout)):

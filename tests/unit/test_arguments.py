@@ -26,9 +26,7 @@ FEATURES = {
     "hybrid_layer_pattern": (None, "M*M*"),
     "hybrid_override_pattern": (None, "M*M*"),
     "experimental_attention_variant": (None, "gated_delta_net"),
-    "multi_latent_attention": (False, True),
     "window_size": (None, (128, 1)),
-    "softmax_type": ("vanilla", "learnable"),
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
     "apply_query_key_layer_scaling": (False, True),
@@ -39,7 +37,6 @@ FEATURES = {
     "expert_tensor_parallel_size": (None, 1),
     "moe_token_dispatcher_type": ("allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "sinkhorn"),
-    "moe_expert_capacity_factor": (None, 1.0),
     "moe_expert_rank_capacity_factor": (None, 1.0),
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
@@ -85,6 +82,7 @@ def megatron_like_parser():
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--mtp-num-layers", type=int)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.add_argument("--moe-expert-capacity-factor", type=float)
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
 
@@ -195,6 +193,16 @@ def test_checking_sets_nothing():
     settings_from_arguments(args)
     assert vars(args) == before
     assert args.cp_comm_type == ["p2p"], "Megatron's default is still what it was"
+
+
+@pytest.mark.parametrize("flags", ["--micro-batch-size 8", "--micro-batch-size 3 --moe-expert-capacity-factor -1"])
+def test_experts_may_drop_tokens_where_ranks_hold_whole_sequences_and_not_where_they_hold_parts(flags):
+    assert accepted(f"{BASP} --moe-expert-capacity-factor 1 {flags}")
+    message = refused(f"{BASP} {flags} --micro-batch-size 3 --moe-expert-capacity-factor 0")
+    assert "K > 1 (here K in [4, 8])" in message
+    assert "K > 1" in refused(f"{ULYSSES} --micro-batch-size 8 --moe-expert-capacity-factor 1")
+    evaluation = "--eval-micro-batch-size 2 --eval-global-batch-size 2"
+    assert "K > 1" in refused(f"{BASP} --micro-batch-size 8 {evaluation} --moe-expert-capacity-factor 1")
 
 
 # What is refused.
@@ -376,7 +384,7 @@ def test_an_argument_that_megatron_no_longer_has_is_not_passed_over(name):
         ("position_embedding_type", "none"),
         ("transformer_impl", "local"),
         ("moe_router_load_balancing_type", "none"),
-        ("moe_router_load_balancing_type", ["aux_loss", "none"]),
+        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss", "none"]),
         ("moe_router_load_balancing_type", None),
         ("expert_model_parallel_size", None),
     ],
@@ -386,7 +394,7 @@ def test_other_values_that_are_supported_are_not_refused(name, value):
 
 
 def test_one_unsupported_load_balancing_among_supported_ones_is_refused():
-    assert "seq_aux_loss" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"])
+    assert "sinkhorn" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "sinkhorn"])
 
 
 # Help.
