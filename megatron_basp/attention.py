@@ -8,6 +8,7 @@ order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -118,30 +119,44 @@ class BaspAttention(torch.nn.Module):
         return super().train(mode)
 
 
-class CausalSDPA:
+class CausalSDPA(torch.nn.Module):
     """Torch's scaled dot-product attention as a kernel: causal, grouped queries, `sbhd` in and out.
 
     Args:
         window: tokens before its own that a query sees, or None for all of them.
+        dropout: the share of attention weights that training sets to 0.
+        dropout_state: the random state to draw these from, entered for the draw.
     """
 
-    def __init__(self, softmax_scale: float, window: int | None = None) -> None:
+    def __init__(
+        self,
+        softmax_scale: float,
+        window: int | None = None,
+        dropout: float = 0.0,
+        dropout_state: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__()
         self.softmax_scale = softmax_scale
         self.window = window
+        self.dropout = dropout
+        self.dropout_state = dropout_state
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # [S, rows, h, d] -> [rows, h, S, d]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mask = None if self.window is None else sliding_window(query.shape[2], self.window, query.device)
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        dropout = self.dropout if self.training else 0.0
+        with self.dropout_state() if dropout else nullcontext():
+            output = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         return output.permute(2, 0, 1, 3).flatten(2)
 
 
