@@ -137,31 +137,34 @@ def whole_masks(plan: BatchPlan, by_rank: Sequence[MicroBatch]) -> Iterator[Tens
     Args:
         by_rank: what each rank of a CP group dropped.
     """
-    shares = [plan.shares(rank) for rank in range(plan.ranks)]
+    hidden = (whole_hidden_mask(plan, calls) for calls in zip(*(masks.hidden for masks in by_rank), strict=True))
+    yield next(hidden)
+    for layers in zip(*(masks.attention for masks in by_rank), strict=True):
+        yield whole_attention_mask(plan, layers)
+        yield next(hidden)
+        yield next(hidden)
 
-    def hidden(call: int) -> Tensor:
-        width = by_rank[0].hidden[call].shape[-1]
-        whole = torch.zeros(plan.lengths[0], len(plan.lengths), width, dtype=torch.bool)
-        for rank, masks in enumerate(by_rank):
-            parts = masks.hidden[call].squeeze(1).split([share.tokens for share in shares[rank]])
-            for share, part in zip(shares[rank], parts, strict=True):
-                whole[share.start : share.stop, list(share.rows)] = part.unflatten(0, (-1, len(share.rows)))
-        return whole
 
-    def attention(layer: int) -> Tensor:
-        heads = by_rank[0].attention[layer][0].shape[1] * shares[0][0].group_size
-        whole = torch.zeros(len(plan.lengths), heads, plan.lengths[0], plan.lengths[0], dtype=torch.bool)
-        for rank, masks in enumerate(by_rank):
-            for share, mask in zip(shares[rank], masks.attention[layer], strict=True):
-                first = share.rank_in_group * mask.shape[1]
-                whole[list(share.rows), first : first + mask.shape[1]] = mask
-        return whole
+def whole_hidden_mask(plan: BatchPlan, by_rank: Sequence[Tensor]) -> Tensor:
+    """[T, 1, h] of each rank -> [S, B, h]."""
+    whole = by_rank[0].new_empty(plan.lengths[0], len(plan.lengths), by_rank[0].shape[-1])
+    for rank, mask in enumerate(by_rank):
+        shares = plan.shares(rank)
+        parts = mask.squeeze(1).split([share.tokens for share in shares])
+        for share, part in zip(shares, parts, strict=True):
+            whole[share.start : share.stop, list(share.rows)] = part.unflatten(0, (-1, len(share.rows)))
+    return whole
 
-    yield hidden(0)
-    for layer in range(len(by_rank[0].attention)):
-        yield attention(layer)
-        yield hidden(2 * layer + 1)
-        yield hidden(2 * layer + 2)
+
+def whole_attention_mask(plan: BatchPlan, by_rank: Sequence[Sequence[Tensor]]) -> Tensor:
+    """[rows, H/K, S, S] of each rank and wave -> [B, H, S, S]."""
+    heads = by_rank[0][0].shape[1] * plan.waves[0].group_size
+    whole = by_rank[0][0].new_empty(len(plan.lengths), heads, plan.lengths[0], plan.lengths[0])
+    for rank, masks in enumerate(by_rank):
+        for share, mask in zip(plan.shares(rank), masks, strict=True):
+            first = share.rank_in_group * mask.shape[1]
+            whole[list(share.rows), first : first + mask.shape[1]] = mask
+    return whole
 
 
 def replaying(masks_of_rank: Sequence[Sequence[Tensor]]) -> Callable[..., Tensor]:
