@@ -9,16 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
+from megatron_basp.attention import BaspAttention
 from megatron_basp.documents import Boundaries
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.sdpa import CausalSDPA, Kernel
 
 
 class MegatronBaspAttention(BaspAttention):
@@ -103,14 +105,26 @@ def share_of_heads(config: Any, group_size: int) -> Any:
     return config
 
 
-def make_sdpa(*, config: Any, layer_number: int, softmax_scale: float | None = None, **ignored: Any) -> Kernel:
-    """Torch's scaled dot-product attention; it takes any number of heads, so only scale and window are of interest."""
+def make_sdpa(
+    *,
+    config: Any,
+    layer_number: int,
+    softmax_scale: float | None = None,
+    attention_dropout: float | None = None,
+    **ignored: Any,
+) -> Kernel:
+    """Torch's scaled dot-product attention; it takes any number of heads, so only scale, window and dropout are of
+    interest. Dropout draws from the state that Megatron's own `DotProductAttention` draws from."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.utils import is_layer_window_attention
 
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     return CausalSDPA(
         softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels),
         window=config.window_size[0] if windowed else None,
+        dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
+        # With tensor-parallel sequence parallelism the whole block is within that state already.
+        dropout_state=nullcontext if config.sequence_parallel else lambda: get_cuda_rng_tracker().fork(),
     )
 
 

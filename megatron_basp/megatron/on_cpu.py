@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,10 @@ def install() -> None:
         also_in=["megatron.training.training"],
     )
     replace("megatron.core.datasets.utils:compile_helpers", [], _unless_compiled)
+    # The tracker warns, at each draw of dropout, that the CPU's state changed where the GPU's should; it is both here.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
     # Token dispatchers want split sizes on the host, and take them there only if `tensor.is_cuda`.
     replace(
         "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",

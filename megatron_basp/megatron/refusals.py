@@ -75,8 +75,6 @@ REFUSALS = (
     Refusal(
         "transformer_impl", lambda value: value in ("local", "transformer_engine"), "use local or transformer_engine"
     ),
-    Refusal("attention_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
-    Refusal("hidden_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
     # Experts.
     Refusal("expert_tensor_parallel_size", lambda value: value is None, _NOT_PROVEN),
     Refusal(
@@ -102,6 +100,12 @@ REFUSALS = (
     Refusal("moe_input_jitter_eps", _unset, f"noise of ranks that share a sequence; {_NOT_PROVEN}"),
     Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
     # Parallelism and precision.
+    Refusal(
+        "te_rng_tracker",
+        _unset,
+        "ranks of a group draw from streams of their own, which was not tried with Transformer Engine's tracker of "
+        "states; leave it out",
+    ),
     Refusal("use_megatron_fsdp", _unset, _NOT_PROVEN),
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),

@@ -190,9 +190,9 @@ def test_fine_tuning_in_other_ways(trainer: Trainer, sft: str, flags: str, plann
 
 
 def documents_ignored() -> None:
-    from megatron_basp import attention
+    from megatron_basp import sdpa
 
-    attention.by_document = lambda attend, query, key, value, documents: attend(query, key, value)
+    sdpa.by_document = lambda attend, query, key, value, documents: attend(query, key, value)
 
 
 def documents_of_the_first_rows() -> None:

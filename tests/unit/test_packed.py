@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_basp.attention import CausalSDPA
 from megatron_basp.documents import Documents, documents_of_rows
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron import core_attention
@@ -22,6 +21,7 @@ from megatron_basp.megatron.packed import (
 )
 from megatron_basp.megatron.refusals import refuse_unsupported_packing
 from megatron_basp.plan import Limits, PlanHolder, plan_batch
+from megatron_basp.sdpa import CausalSDPA
 
 LENGTHS = (8, 8, 8)
 CUMULATIVE = [0, 3, 8, 16, 17, 18, 24]
