@@ -13,7 +13,7 @@ from megatron_basp.megatron.model import building_model
 from megatron_basp.megatron.multi_token import rolling, weighing_losses
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
-from megatron_basp.megatron.seam import Function, Hook, check_version, replace
+from megatron_basp.megatron.seam import Function, Hook, replace
 from megatron_basp.megatron.start_up import (
     adding_arguments,
     creating_groups,
@@ -21,6 +21,7 @@ from megatron_basp.megatron.start_up import (
     refusing_yaml,
     validating_arguments,
 )
+from megatron_basp.megatron.versions import check_version
 
 HOOKS = (
     # From the command line to process groups.
@@ -97,7 +98,7 @@ def install() -> Runtime:
         raise RuntimeError("the hooks are installed already: call install() once in a process, and keep its Runtime")
     runtime = Runtime()
     for hook in HOOKS:
-        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in)
+        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in, hook.versions)
     return runtime
 
 

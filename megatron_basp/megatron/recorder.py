@@ -96,6 +96,7 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
         [],
         multi_token_log,
+        versions=("0.19", "0.20"),
     )
     replace("megatron.training.training:train_step", ["forward_step_func", "data_iterator", "model"], step)
     replace(
