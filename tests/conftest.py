@@ -35,4 +35,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # It is a namespace package: what this Megatron lacks would come from the installed one.
         megatron.__path__ = [str(root.absolute() / "megatron")]
-        os.environ["PYTHONPATH"] = str(root.absolute())
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(root.absolute()), os.environ.get("PYTHONPATH", "")])

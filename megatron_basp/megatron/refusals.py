@@ -147,12 +147,15 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
         AttributeError: this Megatron has no such argument, so that what it stood for may have another name.
     """
     for refusal in REFUSALS:
-        if refusal.versions is None or hasattr(args, refusal.name):
+        if refusal.versions is None or hasattr(args, refusal.name):  # if not: `refuse_unsupported_with` knows
             _refuse(refusal, getattr(args, refusal.name), mode)
 
 
 def refuse_unsupported_with(minor: str, args: Namespace, mode: str) -> None:
-    """The same for what this minor version of Megatron is not supported with."""
+    """The same for what depends on the minor version of Megatron."""
+    for refusal in REFUSALS:
+        if refusal.versions is not None and minor in refusal.versions:
+            _refuse(refusal, getattr(args, refusal.name), mode)
     for refusal in REFUSED_WITH.get(minor, ()):
         _refuse(refusal, getattr(args, refusal.name), f"{mode} and Megatron-Core {minor}")
 

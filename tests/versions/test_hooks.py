@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,23 @@ def broken_promises(rank: int) -> list[str]:
     """
     from megatron_basp import cpu
     from megatron_basp.megatron import on_cpu, recorder, seam
+    from megatron_basp.megatron.versions import MegatronMismatch, check_version
 
     lines: list[str] = []
 
-    def check(*hook: Any, **named: Any) -> None:
-        try:
-            seam.replace(*hook, **named)
-        except seam.MegatronMismatch as error:
-            lines.append(str(error))
+    def noting(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except MegatronMismatch as error:
+                lines.append(str(error))
+
+        return call
 
     # These two call `replace` themselves; a run would stop at the first target that is missing.
-    on_cpu.replace = recorder.replace = check
+    check = on_cpu.replace = recorder.replace = noting(seam.replace)
     cpu.install()
+    noting(check_version)()
     recorder.record_training()
     from megatron_basp.megatron.hooks import HOOKS
 

@@ -25,12 +25,6 @@ from tests.end_to_end.training import (
 FLAGS = f"{GQA} {ROPE} {batch(3)}"
 
 
-def test_the_modes_are_supported_with_this_version() -> None:
-    from megatron_basp.megatron.versions import check_version
-
-    check_version()
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_sequences_train_as_on_one_stock_rank(trainer: Trainer, ranks: int) -> None:
     run, reference = trainer.planned(f"{FLAGS} {cp(ranks)}", ranks), trainer.stock(FLAGS)
