@@ -15,7 +15,7 @@ from megatron_basp.megatron.packed import packing_as_one_process, reading_docume
 from megatron_basp.megatron.router import balancing_rows
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
-from megatron_basp.megatron.seam import Function, Hook, check_version, replace
+from megatron_basp.megatron.seam import Function, Hook, replace
 from megatron_basp.megatron.start_up import (
     adding_arguments,
     creating_groups,
@@ -23,6 +23,7 @@ from megatron_basp.megatron.start_up import (
     refusing_yaml,
     validating_arguments,
 )
+from megatron_basp.megatron.versions import check_version
 
 HOOKS = (
     # From the command line to process groups.
@@ -107,7 +108,7 @@ def install() -> Runtime:
         raise RuntimeError("the hooks are installed already: call install() once in a process, and keep its Runtime")
     runtime = Runtime()
     for hook in HOOKS:
-        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in)
+        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in, hook.versions)
     return runtime
 
 

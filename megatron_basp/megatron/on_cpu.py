@@ -28,8 +28,8 @@ def install() -> None:
     # S/CP asks for: runs that differ in CP would start from different random states.
     replace(
         "megatron.training.initialize:set_jit_fusion_options",
-        ["tp_size"],
-        lambda original: lambda tp_size=None: None,
+        [],
+        lambda original: lambda *args, **kwargs: None,
         also_in=["megatron.training.training"],
     )
     replace("megatron.core.datasets.utils:compile_helpers", [], _unless_compiled)

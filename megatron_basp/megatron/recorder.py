@@ -98,6 +98,7 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
         [],
         multi_token_log,
+        versions=("0.19", "0.20"),
     )
 
     def expert_log(original: Callable[..., Any]) -> Callable[..., Any]:

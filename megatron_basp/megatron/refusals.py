@@ -13,12 +13,17 @@ from megatron_basp.errors import ConfigurationError
 
 
 class Refusal(NamedTuple):
-    """name: the argument. allowed: whether its value is fine. why: reason and remedy. flag: if not as name."""
+    """One argument of Megatron's.
+
+    name: the argument. allowed: whether its value is fine. why: reason and remedy. flag: if not as name.
+    versions: the minor versions of Megatron that have the argument; None: all.
+    """
 
     name: str
     allowed: Callable[[Any], bool]
     why: str
     flag: str | None = None
+    versions: tuple[str, ...] | None = None
 
 
 def _unset(value: Any) -> bool:
@@ -38,6 +43,7 @@ _OTHER_BATCH = (
     "its batches are not [B, S] rows of one length, which is what is planned; use --sequence-parallel-mode none"
 )
 _OTHER_MIXING = "it mixes along the sequence without core attention, so ranks would miss each other's tokens"
+_SINCE_0_19 = ("0.19", "0.20")
 
 # The flags with which rows hold several documents.
 PACKING = ("--sft", "--dataloader-inter-document-masking")
@@ -109,8 +115,8 @@ REFUSALS = (
     Refusal("use_megatron_fsdp", _unset, _NOT_PROVEN),
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
-    Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
-    Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
+    Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
+    Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
     Refusal("fp8", _unset, _NOT_PROVEN, "--fp8-format"),
     Refusal("fp4", _unset, _NOT_PROVEN, "--fp4-format"),
     Refusal("cuda_graph_impl", lambda value: value in (None, "none"), f"CUDA graphs; {_NOT_PROVEN}"),
@@ -118,9 +124,24 @@ REFUSALS = (
     Refusal("external_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("cpu_offloading_num_layers", _unset, _NOT_PROVEN),
     Refusal("fine_grained_activation_offloading", _unset, _NOT_PROVEN),
-    Refusal("logits_save_dir", _unset, "it writes logits in the order of stock context parallelism; leave it out"),
-    Refusal("logits_load_dir", _unset, "it reads logits in the order of stock context parallelism; leave it out"),
+    Refusal(
+        "logits_save_dir",
+        _unset,
+        "it writes logits in the order of stock context parallelism; leave it out",
+        versions=_SINCE_0_19,
+    ),
+    Refusal(
+        "logits_load_dir",
+        _unset,
+        "it reads logits in the order of stock context parallelism; leave it out",
+        versions=_SINCE_0_19,
+    ),
 )
+
+# What is exact with the newest release, and was not shown to be with these minor versions.
+REFUSED_WITH = {
+    "0.18": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
+}
 
 
 def refuse_unsupported(args: Namespace, mode: str) -> None:
@@ -130,7 +151,17 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
         AttributeError: this Megatron has no such argument, so that what it stood for may have another name.
     """
     for refusal in REFUSALS:
-        _refuse(refusal, getattr(args, refusal.name), mode)
+        if refusal.versions is None or hasattr(args, refusal.name):  # if not: `refuse_unsupported_with` knows
+            _refuse(refusal, getattr(args, refusal.name), mode)
+
+
+def refuse_unsupported_with(minor: str, args: Namespace, mode: str) -> None:
+    """The same for what depends on the minor version of Megatron."""
+    for refusal in REFUSALS:
+        if refusal.versions is not None and minor in refusal.versions:
+            _refuse(refusal, getattr(args, refusal.name), mode)
+    for refusal in REFUSED_WITH.get(minor, ()):
+        _refuse(refusal, getattr(args, refusal.name), f"{mode} and Megatron-Core {minor}")
 
 
 def refuse_unsupported_config(config: Any, mode: str) -> None:
