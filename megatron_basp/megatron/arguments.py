@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.megatron.fp8 import check_fp8
 from megatron_basp.megatron.refusals import refuse_unsupported
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.megatron.text_dataset import check_text_dataset, count_documents
@@ -105,6 +106,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     settings = _settings(args, mode, ranks)
     for batch_size in settings.batch_sizes():
         settings.plan(batch_size, settings.seq_length)
+    check_fp8(args, settings)
     return settings
 
 

@@ -29,6 +29,10 @@ def _one(value: Any) -> bool:
     return value in (None, 1)
 
 
+def _made_for_linear_layers(recipe: Any) -> bool:
+    return recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
 def _looks_back(window: Any) -> bool:
     return window is None or (window[0] >= 0 and window[1] == 0)
 
@@ -112,7 +116,9 @@ REFUSALS = (
     Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
     Refusal("use_tp_pp_dp_mapping", _unset, "Megatron refuses it where CP and PP are both above 1; leave it out"),
     Refusal("num_distributed_optimizer_instances", _one, _NOT_PROVEN),
-    Refusal("fp8", _unset, _NOT_PROVEN, "--fp8-format"),
+    Refusal("fp8_recipe", _made_for_linear_layers, "use delayed, tensorwise, blockwise or mxfp8"),
+    Refusal("fp8_param_gather", _unset, f"parameters kept in FP8; {_NOT_PROVEN}"),
+    Refusal("te_precision_config_file", _unset, f"a precision for each module; {_NOT_PROVEN}"),
     Refusal("fp4", _unset, _NOT_PROVEN, "--fp4-format"),
     Refusal("cuda_graph_impl", lambda value: value in (None, "none"), f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("enable_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
@@ -121,6 +127,12 @@ REFUSALS = (
     Refusal("fine_grained_activation_offloading", _unset, _NOT_PROVEN),
     Refusal("logits_save_dir", _unset, "it writes logits in the order of stock context parallelism; leave it out"),
     Refusal("logits_load_dir", _unset, "it reads logits in the order of stock context parallelism; leave it out"),
+)
+
+# Fields of a model's configuration that no flag sets.
+CONFIG_REFUSALS = (
+    Refusal("fp8_dot_product_attention", _unset, _NOT_PROVEN, "fp8_dot_product_attention"),
+    Refusal("fp8_multi_head_attention", _unset, _NOT_PROVEN, "fp8_multi_head_attention"),
 )
 
 
@@ -145,6 +157,8 @@ def refuse_unsupported_config(config: Any, mode: str) -> None:
     for refusal in REFUSALS:
         if hasattr(config, refusal.name) and refusal.name not in resolved:
             _refuse(refusal, getattr(config, refusal.name), mode)
+    for refusal in CONFIG_REFUSALS:
+        _refuse(refusal, getattr(config, refusal.name), mode)
 
 
 def _refuse(refusal: Refusal, value: Any, mode: str) -> None:

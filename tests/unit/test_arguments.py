@@ -55,7 +55,9 @@ FEATURES = {
     "expert_tensor_parallel_num_weight_shards": (None, 2),
     "use_tp_pp_dp_mapping": (False, True),
     "num_distributed_optimizer_instances": (1, 2),
-    "fp8": (None, "hybrid"),
+    "fp8_recipe": ("delayed", "custom"),
+    "fp8_param_gather": (False, True),
+    "te_precision_config_file": (None, "precision.yaml"),
     "fp4": (None, "e2m1"),
     "cuda_graph_impl": ("none", "local"),
     "enable_cuda_graph": (False, True),
@@ -82,6 +84,7 @@ def megatron_like_parser():
     parser.add_argument("--group-query-attention", action="store_true")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.add_argument("--fp8-format", dest="fp8")
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
 
@@ -303,6 +306,27 @@ def test_a_global_batch_that_evaluation_does_not_divide_is_refused():
 def test_heads_that_tensor_parallelism_does_not_divide_are_refused(heads):
     message = refused(f"{BASP} --tensor-model-parallel-size 2 {heads}", world_size=16)
     assert message.startswith("heads % TP must be 0") and "TP=2" in message
+
+
+@pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("tensorwise", 16), ("mxfp8", 32)])
+def test_fp8_wants_whole_blocks_of_tokens_on_a_rank_and_names_the_next_length(recipe, alignment):
+    # B=3, N=8: T = 3·S/8, so that S must be a multiple of 8 times the alignment, at evaluation with B=4 of half that.
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 80", fp8_recipe=recipe)
+    assert f"T % {alignment} to be 0" in message and "T=30 from B=3, S=80 and N=8" in message
+    length = int(message.split()[-1])
+    assert length == 8 * alignment
+    assert accepted(f"{BASP} --fp8-format hybrid --seq-length {length}", fp8_recipe=recipe).seq_length == length
+    message = refused(
+        f"{BASP} --micro-batch-size 8 --eval-micro-batch-size 3 --eval-global-batch-size 3 --fp8-format e4m3 "
+        f"--seq-length {length + 4 * alignment}",
+        fp8_recipe=recipe,
+    )
+    assert "B=3" in message, "evaluation is checked too"
+
+
+def test_fp8_that_no_layer_would_use_is_refused():
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 256", transformer_impl="local")
+    assert "--fp8-format hybrid does nothing without Transformer Engine's layers" in message
 
 
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):
