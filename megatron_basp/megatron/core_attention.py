@@ -55,6 +55,13 @@ class MegatronBaspAttention(BaspAttention):
             for group_size in runtime.settings.group_sizes()
         }
         super().__init__(runtime.groups, runtime.plan_holder, kernels, runtime.ledger, layer_number)
+        # Stock attention of Transformer Engine saves its FP8 state, which says nothing while attention is not in FP8,
+        # and does without it when it loads.
+        self.register_load_state_dict_pre_hook(_without_extra_state)
+
+
+def _without_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    state_dict.pop(f"{prefix}_extra_state", None)
 
 
 def share_of_heads(config: Any, group_size: int) -> Any:
