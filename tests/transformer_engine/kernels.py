@@ -37,6 +37,8 @@ def load_plugins() -> None:
         rmsnorm_bwd,
         layernorm_fwd,
         layernorm_bwd,
+        swiglu,
+        dswiglu,
         multi_tensor_adam,
         multi_tensor_l2norm,
         multi_tensor_scale,
@@ -76,7 +78,7 @@ def use_unfused_attention() -> None:
     utils.get_attention_backend = lambda params: (False, None, False, None, True, [False, False, True])
 
 
-# Linear layers, norms.
+# Linear layers, norms, activations.
 
 
 def generic_gemm(
@@ -165,6 +167,20 @@ def layernorm_bwd(
     scaled = dy * _gamma(weight, zero_centered)
     centered = scaled - scaled.mean(-1, keepdim=True) - normalized * (scaled * normalized).mean(-1, keepdim=True)
     return centered * reciprocal.view(shape), (dy * normalized).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
+
+
+def swiglu(x: Tensor, quantizer: Any, *options: Any) -> Tensor:
+    assert quantizer is None
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def dswiglu(dy: Tensor, x: Tensor, quantizer: Any, *options: Any) -> Tensor:
+    assert quantizer is None
+    inputs = x.detach().requires_grad_()
+    with torch.enable_grad():
+        output = swiglu(inputs, None)
+    return torch.autograd.grad(output, inputs, dy)[0]
 
 
 # Optimizer.
