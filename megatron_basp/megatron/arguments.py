@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.megatron.fp8 import check_fp8
 from megatron_basp.megatron.refusals import (
     refuse_capacity_of_shards,
     refuse_unsupported,
@@ -119,6 +120,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
                 f"{ranks * settings.tensor_model_parallel_size}"
             )
     refuse_capacity_of_shards(args, settings.group_sizes(), mode)
+    check_fp8(args, settings)
     return settings
 
 

@@ -23,19 +23,21 @@ from megatron_basp.plan import BatchPlan
 # Modules that work on each token by itself, by the names of their classes in these packages. All others are refused.
 KNOWN_PACKAGES = frozenset({"megatron", "megatron_basp", "torch", "transformer_engine", "apex"})
 TOKEN_WISE = frozenset(
-    # Embeddings, norms, linear layers (Megatron's own, Transformer Engine's, Apex's), routing of single tokens.
+    # Embeddings, norms, linear layers, activations (Megatron's own, Transformer Engine's, Apex's), routing of single
+    # tokens.
     """
     VocabParallelEmbedding Embedding RotaryEmbedding YarnRotaryEmbedding Dropout Identity IdentityOp IdentityFuncOp
     LayerNorm RMSNorm FusedLayerNorm L2Norm TENorm
     ColumnParallelLinear RowParallelLinear TEColumnParallelLinear TERowParallelLinear TELinear
     TELayerNormColumnParallelLinear TEColumnParallelGroupedLinear TERowParallelGroupedLinear TopKRouter
+    SwiGLU GEGLU GELU
     """.split()
 )
 ROTARY = frozenset({"RotaryEmbedding", "YarnRotaryEmbedding"})
 CONTAINERS = frozenset(
     """
     GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
-    MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    MLP TEFusedMLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
     MultiTokenPredictionBlock MultiTokenPredictionLayer MLASelfAttention FusedMLASelfAttention
     """.split()
 )

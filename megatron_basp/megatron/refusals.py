@@ -34,6 +34,10 @@ def _one(value: Any) -> bool:
     return value in (None, 1)
 
 
+def _made_for_linear_layers(recipe: Any) -> bool:
+    return recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
 def _looks_back(window: Any) -> bool:
     return window is None or (window[0] >= 0 and window[1] == 0)
 
@@ -70,6 +74,7 @@ REFUSALS = (
     Refusal("hybrid_override_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
     Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
+    Refusal("fused_residual_rmsnorm", _unset, _NOT_PROVEN),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),
@@ -117,7 +122,10 @@ REFUSALS = (
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
     Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
     Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
-    Refusal("fp8", _unset, _NOT_PROVEN, "--fp8-format"),
+    Refusal("fp8_recipe", _made_for_linear_layers, "use delayed, tensorwise, blockwise or mxfp8"),
+    Refusal("fp8_output_proj", _unset, f"the output layer in FP8; {_NOT_PROVEN}"),
+    Refusal("fp8_param_gather", _unset, f"parameters kept in FP8; {_NOT_PROVEN}"),
+    Refusal("te_precision_config_file", _unset, f"a precision for each module; {_NOT_PROVEN}"),
     Refusal("fp4", _unset, _NOT_PROVEN, "--fp4-format"),
     Refusal("cuda_graph_impl", lambda value: value in (None, "none"), f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("enable_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
@@ -142,6 +150,11 @@ REFUSALS = (
 REFUSED_WITH = {
     "0.18": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
 }
+# Fields of a model's configuration that no flag sets.
+CONFIG_REFUSALS = (
+    Refusal("fp8_dot_product_attention", _unset, _NOT_PROVEN, "fp8_dot_product_attention"),
+    Refusal("fp8_multi_head_attention", _unset, _NOT_PROVEN, "fp8_multi_head_attention"),
+)
 
 
 def refuse_unsupported(args: Namespace, mode: str) -> None:
@@ -175,6 +188,8 @@ def refuse_unsupported_config(config: Any, mode: str) -> None:
     for refusal in REFUSALS:
         if hasattr(config, refusal.name) and refusal.name not in resolved:
             _refuse(refusal, getattr(config, refusal.name), mode)
+    for refusal in CONFIG_REFUSALS:
+        _refuse(refusal, getattr(config, refusal.name), mode)
 
 
 def refuse_capacity_of_shards(values: Any, group_sizes: Sequence[int], mode: str) -> None:

@@ -27,6 +27,7 @@ FEATURES = {
     "hybrid_override_pattern": (None, "M*M*"),
     "experimental_attention_variant": (None, "gated_delta_net"),
     "window_size": (None, (128, 1)),
+    "fused_residual_rmsnorm": (False, True),
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
     "apply_query_key_layer_scaling": (False, True),
@@ -44,7 +45,10 @@ FEATURES = {
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
     "expert_tensor_parallel_num_weight_shards": (None, 2),
-    "fp8": (None, "hybrid"),
+    "fp8_recipe": ("delayed", "custom"),
+    "fp8_output_proj": (False, True),
+    "fp8_param_gather": (False, True),
+    "te_precision_config_file": (None, "precision.yaml"),
     "fp4": (None, "e2m1"),
     "cuda_graph_impl": ("none", "local"),
     "enable_cuda_graph": (False, True),
@@ -82,6 +86,7 @@ def megatron_like_parser():
     parser.add_argument("--mtp-num-layers", type=int)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--moe-expert-capacity-factor", type=float)
+    parser.add_argument("--fp8-format", dest="fp8")
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
 
@@ -343,6 +348,27 @@ def test_a_mapping_that_puts_stages_before_replicas_wants_the_same_replicas_of_a
     assert "got 1·8 and 1·1" in refused(flags, world_size=16)
     assert accepted(f"{flags} --expert-model-parallel-size 8", world_size=16).ranks == 8
     assert accepted(f"{BASP} --use-tp-pp-dp-mapping").ranks == 8
+
+
+@pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("tensorwise", 16), ("mxfp8", 32)])
+def test_fp8_wants_whole_blocks_of_tokens_on_a_rank_and_names_the_next_length(recipe, alignment):
+    # B=3, N=8: T = 3·S/8, so that S must be a multiple of 8 times the alignment, at evaluation with B=4 of half that.
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 80", fp8_recipe=recipe)
+    assert f"T % {alignment} to be 0" in message and "T=30 from B=3, S=80 and N=8" in message
+    length = int(message.split()[-1])
+    assert length == 8 * alignment
+    assert accepted(f"{BASP} --fp8-format hybrid --seq-length {length}", fp8_recipe=recipe).seq_length == length
+    message = refused(
+        f"{BASP} --micro-batch-size 8 --eval-micro-batch-size 3 --eval-global-batch-size 3 --fp8-format e4m3 "
+        f"--seq-length {length + 4 * alignment}",
+        fp8_recipe=recipe,
+    )
+    assert "B=3" in message, "evaluation is checked too"
+
+
+def test_fp8_that_no_layer_would_use_is_refused():
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 256", transformer_impl="local")
+    assert "--fp8-format hybrid does nothing without Transformer Engine's layers" in message
 
 
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):
