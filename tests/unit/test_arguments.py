@@ -84,6 +84,7 @@ def megatron_like_parser():
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--mtp-num-layers", type=int)
+    parser.add_argument("--multi-latent-attention", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--moe-expert-capacity-factor", type=float)
     parser.add_argument("--fp8-format", dest="fp8")
