@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_basp.attention import CausalSDPA
+from megatron_basp.batch import stream_positions
 from megatron_basp.documents import Documents, documents_of_rows
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron import core_attention
 from megatron_basp.megatron.batches import stream_of_batch
+from megatron_basp.megatron.model import StreamRotaryEmbedding
 from megatron_basp.megatron.packed import (
     packed_rows,
     packing_as_one_process,
@@ -148,6 +150,30 @@ def test_a_model_that_is_told_of_documents_or_not_against_what_the_flags_say_is_
         called_with(runtime())
     with pytest.raises(ValueError, match="the data is not packed"):
         called_with(runtime(packed=False), packed_seq_params=stock_params())
+
+
+class Table(torch.nn.Module):
+    """Stands for Megatron's rotary table: the angles are the positions."""
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config):
+        return len(transformer_input)
+
+    def forward(self, length, cp_group):
+        return torch.arange(length)
+
+
+def test_rotary_positions_restart_in_each_document_and_only_for_the_batch_that_said_so():
+    run = runtime(rank=1)
+    run.groups.alone = None
+    rotary, packed = StreamRotaryEmbedding(Table(), run), packed_rows(run, stock_params())
+    stream = torch.zeros(PLAN.tokens, 1, 4)
+    for _ in range(2):
+        assert (
+            rotary(rotary.get_rotary_seq_len(None, None, stream, None, packed)).tolist() == packed.positions.tolist()
+        )
+        whole_rows = rotary(rotary.get_rotary_seq_len(None, None, stream, None, None))
+        assert torch.equal(whole_rows, stream_positions(PLAN, 1, stream.device))
+    assert not torch.equal(whole_rows, packed.positions)
 
 
 @pytest.mark.parametrize("is_active", [True, False])
