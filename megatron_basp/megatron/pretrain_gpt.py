@@ -17,16 +17,27 @@ from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_timers, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megatron_basp.megatron.versions import megatron_minor
+
 DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *DOCUMENT_KEYS)
+
+
+def has_mtp(args: Any, vp_stage: int | None) -> bool:
+    """Whether this rank predicts several tokens, for which it needs ids as well as labels."""
+    if args.mtp_num_layers is None:
+        return False
+    layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
+    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tensor | None]:
@@ -34,7 +45,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
     end, if they are packed, and else nothing."""
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
-    in_the_middle = not is_first_or_last_pipeline_stage(vp_stage)
+    with_mtp = has_mtp(args, vp_stage)
+    in_the_middle = not (is_first_or_last_pipeline_stage(vp_stage) or with_mtp)
     if in_the_middle and not packed:
         return dict.fromkeys(BATCH_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -44,7 +56,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
         batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
     batch = core_utils.get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packed,
+        packed,  # has_cu_seqlens, in 0.18 is_sft
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -53,7 +65,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=with_mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -148,8 +160,9 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
     dataset_type = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
 
     def is_built_here() -> bool:
-        reads = args.sft or is_first_or_last_pipeline_stage(vp_stage)
-        return mpu.get_tensor_model_parallel_rank() == 0 and reads
+        if mpu.get_tensor_model_parallel_rank() != 0:
+            return False
+        return args.sft or is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
 
     return BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build()
 
@@ -158,8 +171,17 @@ def main() -> None:
     """Train as `sys.argv` says, in Megatron's flags."""
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    model_type = ModelType.encoder_or_decoder
+    if megatron_minor() == "0.18":
+        from megatron_basp.megatron.model_of_0_18 import build_gpt_model
+
+        config = pretrain_cfg_container_from_args(args)
+        pretrain(config, train_valid_test_datasets_provider, build_gpt_model, model_type, forward_step)
+    else:
+        from megatron.training.argument_utils import gpt_config_from_args
+
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        pretrain(config, train_valid_test_datasets_provider, model_type, forward_step)
 
 
 if __name__ == "__main__":

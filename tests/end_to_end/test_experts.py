@@ -26,6 +26,34 @@ def test_experts_with_global_auxiliary_loss_train_as_without_context_parallelism
     assert_same_training(trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2))
 
 
+@pytest.mark.supports("Experts", "`seq_aux_loss`, with other auxiliary losses too")
+@pytest.mark.parametrize(
+    ("flags", "rows", "mask", "recompute"),
+    [
+        ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1", 3, "", ""),
+        (
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-1",
+            6,
+            "uneven",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1 --calculate-per-token-loss",
+            3,
+            "uneven",
+            "--recompute-granularity selective --recompute-modules moe",
+        ),
+    ],
+)
+def test_experts_balanced_over_each_sequence_train_as_one_rank(
+    trainer: Trainer, flags: str, rows: int, mask: str, recompute: str
+) -> None:
+    flags = f"{GQA} {ROPE} {batch(rows)} --num-experts 4 --moe-router-topk 2 {flags}"
+    run = trainer.planned(f"{flags} {cp(4)} {recompute}", ranks=4, mask=mask)
+    assert all(losses["seq_load_balancing_loss"] > 0 for losses in run[-1].expert_losses)
+    assert_same_training(run, trainer.stock(flags, mask=mask))
+
+
 @pytest.mark.supports("Experts", "expert bias")
 def test_experts_balanced_by_a_bias_train_as_one_rank(trainer: Trainer) -> None:
     flags = (
@@ -53,5 +81,27 @@ def test_expert_parallel_ranks_train_as_data_parallel_ones(
     )
     run = trainer.planned(f"{flags} {batch(rows, micro_batches=ranks)} {cp(ranks)}", ranks=ranks, mask=mask)
     reference = trainer.stock(f"{flags} {batch(rows, 1, data_parallel=ranks)}", ranks=ranks, mask=mask)
+    assert_same_training(run, reference)
+    assert_same_samples(run, reference)
+
+
+@pytest.mark.supports("Experts", "capacity factor, with padding to it, where K = 1", "stock with DP for CP")
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        ("--moe-expert-capacity-factor 0.7", 4),
+        ("--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", 8),
+        ("--moe-expert-capacity-factor 0.6 --moe-token-drop-policy position --expert-model-parallel-size 2", 4),
+    ],
+)
+def test_experts_drop_the_tokens_that_data_parallel_ranks_would_drop(trainer: Trainer, flags: str, rows: int) -> None:
+    """Capacity is counted over the tokens of a rank, so the reference puts the same ones together. Its micro-batches,
+    over which auxiliary losses are taken, are smaller: these are left out."""
+    flags = (
+        f"{GQA} {ROPE} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+        f"--moe-token-dispatcher-type alltoall {flags}"
+    )
+    run = trainer.planned(f"{flags} {batch(rows)} {cp(4)}", ranks=4)
+    reference = trainer.stock(f"{flags} {batch(rows // 4, data_parallel=4)}", ranks=4)
     assert_same_training(run, reference)
     assert_same_samples(run, reference)

@@ -198,9 +198,9 @@ def test_skipped_iterations_take_their_packed_samples(trainer: Trainer, sft: str
 
 
 def documents_ignored() -> None:
-    from megatron_basp import attention
+    from megatron_basp import sdpa
 
-    attention.by_document = lambda attend, query, key, value, documents: attend(query, key, value)
+    sdpa.by_document = lambda attend, query, key, value, documents: attend(query, key, value)
 
 
 def documents_of_the_first_rows() -> None:

@@ -25,7 +25,7 @@ REFUSED = {
     "--hybrid-layer-pattern M*": "Mamba layers",
     "--cuda-graph-impl local": "CUDA graphs",
     "--use-megatron-fsdp": "--use-megatron-fsdp (got True) is not supported",
-    "--attention-dropout 0.1": "--attention-dropout (got 0.1) is not supported",
+    "--te-rng-tracker": "--te-rng-tracker (got True) is not supported",
     "--eval-micro-batch-size 3": "set --eval-global-batch-size to a multiple of 3",
     "--data-path nowhere/text": "nowhere/text.bin: missing; make it with: python scripts/data/prepare_text.py",
 }

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_basp.attention import CausalSDPA
 from megatron_basp.batch import stream_positions
 from megatron_basp.documents import Documents, documents_of_rows
 from megatron_basp.errors import ConfigurationError
@@ -24,6 +23,7 @@ from megatron_basp.megatron.packed import (
 )
 from megatron_basp.megatron.refusals import refuse_unsupported_packing
 from megatron_basp.plan import Limits, PlanHolder, plan_batch
+from megatron_basp.sdpa import CausalSDPA
 
 LENGTHS = (8, 8, 8)
 CUMULATIVE = [0, 3, 8, 16, 17, 18, 24]
@@ -237,16 +237,22 @@ def packing(**given):
     flags = ("sft", "dataloader_inter_document_masking", "mtp_num_layers", "multi_latent_attention")
     stages = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     unset = dict.fromkeys((*flags, *stages, "pipeline_model_parallel_layout"))
-    refuse_unsupported_packing(argparse.Namespace(**unset | {"pipeline_model_parallel_size": 1} | given))
+    defaults = {"pipeline_model_parallel_size": 1, "moe_router_load_balancing_type": "aux_loss"}
+    refuse_unsupported_packing(argparse.Namespace(**unset | defaults | given))
 
 
 @pytest.mark.parametrize(
-    "given", [{"mtp_num_layers": 1}, {"multi_latent_attention": True}], ids=lambda given: next(iter(given))
+    ("given", "named"),
+    [
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "seq_aux_loss"),
+    ],
 )
 @pytest.mark.parametrize("flag", ["sft", "dataloader_inter_document_masking"])
-def test_features_that_packed_rows_do_not_go_with_are_refused(flag, given):
+def test_features_that_packed_rows_do_not_go_with_are_refused(flag, given, named):
     packing(**given)
-    with pytest.raises(ConfigurationError, match=f"--{flag.replace('_', '-')} with --{next(iter(given))[:3]}"):
+    with pytest.raises(ConfigurationError, match=f"--{flag.replace('_', '-')} with {named}"):
         packing(**given, **{flag: True})
 
 
