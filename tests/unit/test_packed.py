@@ -220,14 +220,15 @@ def test_transformer_engine_gets_rows_strung_together_with_the_lengths_of_their_
     core_attention._thd_params.cache_clear()
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 0.0, 2.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 2])
-def test_a_document_is_attended_to_as_if_it_were_alone(window):
+def test_a_document_is_attended_to_as_if_it_were_alone(window, sinks):
     kernel = CausalSDPA(0.5, window)
     qkv = [torch.randn(8, 3, heads, 2, dtype=torch.float64) for heads in (4, 2, 2)]
-    output = kernel(*qkv, documents=BY_ROW)
-    alone = kernel(*(x[2:8, 2:3] for x in qkv))
+    output = kernel(*qkv, documents=BY_ROW, softmax_offset=sinks)
+    alone = kernel(*(x[2:8, 2:3] for x in qkv), softmax_offset=sinks)
     assert (output[2:8, 2:3] - alone).abs().max() <= 1e-14
-    assert (output - kernel(*qkv)).abs().max() > 1e-3
+    assert (output - kernel(*qkv, softmax_offset=sinks)).abs().max() > 1e-3
 
 
 # Flags.
