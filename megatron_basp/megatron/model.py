@@ -112,7 +112,13 @@ def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtim
 
 
 def read_positions_from_plan(model: torch.nn.Module, runtime: Runtime) -> None:
-    """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)"""
+    """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)
+
+    A pipeline stage without attention has a table that nobody reads; where it takes the loss of several tokens, what
+    arrives is their streams one behind the other, and Megatron asks for as many positions.
+    """
+    if not any(isinstance(module, BaspAttention) for module in model.modules()):
+        return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__ in ROTARY:
