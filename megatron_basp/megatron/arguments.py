@@ -142,11 +142,6 @@ def _check_mapping(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     batch_size = _positive(args, "micro_batch_size")
     eval_batch_size = batch_size if args.eval_micro_batch_size is None else _positive(args, "eval_micro_batch_size")
-    if args.full_validation and eval_batch_size != 1:
-        raise ConfigurationError(
-            f"--full-validation reads one sequence at a time, and evaluation is planned for B={eval_batch_size}: set "
-            "--eval-micro-batch-size 1"
-        )
     seq_length = _positive(args, "seq_length")
     if seq_length % (2 * ranks):
         raise ConfigurationError(

@@ -17,6 +17,7 @@ FEATURES = {
     "decoder_seq_length": (None, 64),
     "reset_attention_mask": (False, True),
     "perform_rl_step": (False, True),
+    "full_validation": (False, True),
     "multiple_validation_sets": (False, True),
     "moe_router_force_load_balancing": (False, True),
     "moe_router_force_biased": (None, 0.1),
@@ -77,7 +78,6 @@ def megatron_like_parser():
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
-    parser.add_argument("--full-validation", action="store_true")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--dataloader-inter-document-masking", action="store_true")
     for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
@@ -267,12 +267,6 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
     assert "B=6, N=8, K=2 (N/K=4): use a micro-batch of 4 or 8, or leave the group size to the planner" in message
     for remedy in ("--micro-batch-size 4 --basp-group-size 2", "--micro-batch-size 8 --basp-group-size 2", batches):
         accepted(f"{BASP} {remedy}")
-
-
-def test_full_validation_reads_one_sequence_at_a_time():
-    message = refused(f"{BASP} --full-validation")
-    assert "--full-validation" in message and "B=3" in message and message.endswith("set --eval-micro-batch-size 1")
-    assert accepted(f"{BASP} --full-validation --eval-micro-batch-size 1").batch_sizes() == (3, 1)
 
 
 @pytest.mark.parametrize("flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-ledger sent.json"])
