@@ -83,7 +83,7 @@ def test_transformer_engine_gets_one_module_for_each_group_size_and_no_context_p
 
 
 class SinkAttention(RecordingAttention):
-    """As Transformer Engine's with learnt sinks: a parameter of its own, as long as it has heads, read in each call."""
+    """As Transformer Engine's with learnt sinks: a parameter of its own, one for each head, read in each call."""
 
     def __init__(self, *, config: SimpleNamespace, **arguments: object) -> None:
         super().__init__(config=config, **arguments)
