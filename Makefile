@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := setup
-.PHONY: help setup demo test test-all support-table lint format lock clean
+.PHONY: help setup demo test test-all test-versions support-table lint format lock clean
 
 BIN := .venv/bin
 
@@ -17,6 +17,9 @@ test: setup lint ## lint, then pytest; ARGS="-k plan" and the like go to pytest
 
 test-all: setup lint ## the same with the tests that take long
 	$(BIN)/pytest $(ARGS)
+
+test-versions: setup ## hooks and small runs with each Megatron release, and with checkouts: MEGATRON="path path"
+	@$(BIN)/python -m tests.versions $(MEGATRON) $(if $(ARGS),-- $(ARGS))
 
 support-table: setup ## write the README's table of features anew from the tests that show them
 	@$(BIN)/python -m tests.support_table
@@ -36,5 +39,5 @@ lock: setup ## write requirements.lock anew from setup.py
 		--custom-compile-command "make lock" --output-file requirements.lock setup.py $(ARGS)
 
 clean: ## remove .venv, build products and caches; runs/ stays
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-versions build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ setup(
     packages=find_packages(include=["megatron_basp*"]),
     entry_points={"console_scripts": ["megatron-basp = megatron_basp.cli.main:main"]},
     install_requires=[
-        "megatron-core[training]>=0.19,<0.20",
+        "megatron-core[training]>=0.18,<0.20",
         "torch",
         "numpy",
         "PyYAML",
@@ -29,6 +29,6 @@ setup(
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.20,<2.21"],
         "bench": ["psutil"],
-        "dev": ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "types-PyYAML", "uv"],
+        "dev": ["einops", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "types-PyYAML", "uv"],
     },
 )

@@ -59,6 +59,23 @@ def heads_to_sequence(output: Tensor, where: ExchangeGroup) -> Tensor:
     return _HeadsToSequence.apply(output, where)
 
 
+def from_next_rank(x: Tensor, where: ExchangeGroup) -> Tensor:
+    """What the next rank of the group passed, and zeros on the last one; x is [n], the same n on all ranks.
+
+    It is for ids, positions, labels and masks, which have no gradient.
+    """
+    here, last = where.group.rank(), where.size - 1
+    sent_rows, received_rows = [0] * where.size, [0] * where.size
+    if here > 0:
+        sent_rows[here - 1] = len(x)
+    if here < last:
+        received_rows[here + 1] = len(x)
+    received = x.new_zeros(len(x), 1)
+    sent = x[: sum(sent_rows), None].contiguous()
+    _all_to_all(received[: sum(received_rows)], sent, received_rows, sent_rows, where, "roll", "forward")
+    return received[:, 0]
+
+
 class _SequenceToHeads(torch.autograd.Function):
     """Forward is a permutation P of elements across ranks, after each KV head was copied r = max(1, K/Hkv) times.
 

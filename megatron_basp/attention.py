@@ -2,25 +2,24 @@
 
 Shapes: query [T, 1, H, d_qk], key [T, 1, Hkv, d_qk], value [T, 1, Hkv, d_v] in the stream's order, H and Hkv per
 tensor-parallel rank; the output is [T, 1, H·d_v]. A kernel sees whole sequences of its own heads, in Megatron's `sbhd`
-order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v].
+order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v]. Where rows are packed it gets the documents of each row as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_basp.all_to_all import ExchangeGroup, heads_to_sequence, sequence_to_heads
+from megatron_basp.documents import Documents
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import PlanHolder, Share
 from megatron_basp.process_groups import SequenceGroups
-
-Kernel = Callable[..., Tensor]  # (query, key, value), and softmax_offset where there are attention sinks
+from megatron_basp.sdpa import Kernel
 
 
 class BaspAttention(torch.nn.Module):
@@ -65,15 +64,19 @@ class BaspAttention(torch.nn.Module):
     ) -> Tensor:
         """Megatron's core-attention signature (`megatron/core/transformer/attention.py`).
 
+        Args:
+            packed_seq_params: of packed rows, something with their `documents` (`megatron/packed.py`).
+
         Raises:
-            ValueError: anything but plain causal attention over a whole stream is asked for.
+            ValueError: anything but causal attention over a whole stream, or its documents, is asked for.
         """
+        documents = getattr(packed_seq_params, "documents", None)
         refused = [
             name
             for name, value in {
                 "an attention mask tensor": attention_mask,
                 "an attention bias": attention_bias,
-                "packed sequences": packed_seq_params,
+                "packed sequences": packed_seq_params if documents is None else None,
             }.items()
             if value is not None
         ]
@@ -83,10 +86,15 @@ class BaspAttention(torch.nn.Module):
             raise ValueError(
                 f"layer {self.layer}: {' and '.join(refused)} would be ignored: BASP attention is causal only"
             )
-        return self._attend(query, key, value)
+        return self._attend(query, key, value, documents)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         plan = self.plan_holder.plan
+        if documents is not None and documents.lengths != plan.lengths:
+            raise ValueError(
+                f"layer {self.layer}: the documents are of rows of {documents.lengths} tokens, and the plan is for "
+                f"rows of {plan.lengths}"
+            )
         tokens, batch = query.shape[:2]
         if (tokens, batch) != (plan.tokens, 1):
             raise ValueError(
@@ -96,12 +104,16 @@ class BaspAttention(torch.nn.Module):
         shares = plan.shares(self.groups.cp_rank)
         counts = [share.tokens for share in shares]
         parts = [x.squeeze(1).split(counts) for x in (query, key, value)]
-        outputs = [self._attend_wave(share, *qkv) for share, *qkv in zip(shares, *parts, strict=True)]
+        outputs = [self._attend_wave(share, documents, *qkv) for share, *qkv in zip(shares, *parts, strict=True)]
         return torch.cat(outputs).flatten(1)[:, None]
 
-    def _attend_wave(self, share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_wave(
+        self, share: Share, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         """[t, heads, d] of this rank's part of a wave -> [t, H, d_v]."""
         kernel, rows = self.kernels[share.group_size], len(share.rows)
+        if documents is not None:
+            kernel = partial(kernel, documents=documents.of_rows(share.rows))
         if self.softmax_offset is not None:
             # Those of this rank's heads, [H/K]. The gradients of all ranks' parts sum up in Megatron's reduction.
             kernel = partial(kernel, softmax_offset=self.softmax_offset.chunk(share.group_size)[share.rank_in_group])
@@ -122,63 +134,3 @@ class BaspAttention(torch.nn.Module):
             if isinstance(kernel, torch.nn.Module):
                 kernel.train(mode)
         return super().train(mode)
-
-
-class CausalSDPA:
-    """Torch's scaled dot-product attention as a kernel: causal, grouped queries, `sbhd` in and out.
-
-    Args:
-        window: tokens before its own that a query sees, or None for all of them.
-    """
-
-    def __init__(self, softmax_scale: float, window: int | None = None) -> None:
-        self.softmax_scale = softmax_scale
-        self.window = window
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None = None) -> Tensor:
-        # [S, rows, h, d] -> [rows, h, S, d]
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        length = query.shape[2]
-        mask = None if self.window is None else sliding_window(length, self.window, query.device)
-        if softmax_offset is not None:
-            seen = sliding_window(length, length, query.device) if mask is None else mask
-            query, key, value, mask = with_sink(query, key, value, seen, softmax_offset / self.softmax_scale)
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.permute(2, 0, 1, 3).flatten(2)
-
-
-def with_sink(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, offset: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One key more, which every query sees: its score is the head's offset, its value 0.
-
-    Queries carry the offset in a channel of its own, which is 1 in that key and 0 in all others.
-
-    Args:
-        query, key, value: [rows, heads, S, d]. seen: [S, S] bool. offset: [heads of query], before the scale.
-
-    Returns:
-        query [rows, h, S, d_qk + 1], key [rows, hkv, S + 1, d_qk + 1], value [rows, hkv, S + 1, d_v], seen [S, S + 1].
-    """
-    offset = offset.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
-    sink = F.pad(torch.zeros_like(key[:, :, :1]), (0, 1), value=1.0)
-    key = torch.cat([F.pad(key, (0, 1)), sink], dim=2)
-    return torch.cat([query, offset], dim=3), key, F.pad(value, (0, 0, 0, 1)), F.pad(seen, (0, 1), value=True)
-
-
-@lru_cache(maxsize=2)
-def sliding_window(length: int, window: int, device: torch.device) -> Tensor:
-    """What each query (row) sees of the keys: itself and `window` tokens before it, [S, S] bool.
-
-    A byte for each pair of tokens: for the lengths of tests and demos. On a GPU Transformer Engine needs no mask.
-    """
-    seen = torch.ones(length, length, dtype=torch.bool, device=device)
-    return seen.tril().triu(-window)

@@ -6,12 +6,13 @@ wave position-major: [S/K, rows on this rank].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from megatron_basp.plan import BatchPlan
+from megatron_basp.plan import BatchPlan, Share
 
 
 @lru_cache(maxsize=64)
@@ -66,3 +67,26 @@ def join_streams(plan: BatchPlan, streams: list[Tensor]) -> Tensor:
     for rank, stream in enumerate(streams):
         batch[_rows_and_positions(plan, rank, batch.device)] = stream.reshape(-1)
     return batch
+
+
+def roll_stream(plan: BatchPlan, rank: int, stream: Tensor, edge_of_next: Callable[[Share, Tensor], Tensor]) -> Tensor:
+    """The stream of the micro-batch in which every row is rolled by one position: each token gives way to the next of
+    its row, and the last one to 0.
+
+    A wave is position-major, so the next token of a row lies as many places behind as this rank holds rows of the
+    wave. Those of the shard's last position lie on the next rank of the group, at its shard's first one: the edge.
+
+    Args:
+        stream: [1, T].
+        edge_of_next: gets this rank's share of a wave and its own edge there, [1, rows], and gives the next rank's;
+            zeros at the end of the group, which is the end of its rows.
+
+    Returns:
+        [1, T], a tensor of its own.
+    """
+    parts = []
+    shares = plan.shares(rank)
+    for share, wave in zip(shares, stream.split([share.tokens for share in shares], dim=1), strict=True):
+        rows = len(share.rows)
+        parts += [wave[:, rows:], edge_of_next(share, wave[:, :rows])]
+    return torch.cat(parts, dim=1)

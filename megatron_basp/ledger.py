@@ -13,8 +13,11 @@ from typing import Any, Literal, NamedTuple
 Direction = Literal["forward", "backward"]
 
 
+MICRO_BATCH = 0  # stands for a layer's number, which starts at 1, where tokens are exchanged and not activations
+
+
 class Exchange(NamedTuple):
-    """One kind of collective: which layer, which of its two exchanges, which way, in groups of what size."""
+    """One kind of collective: which layer, which of its exchanges, which way, in groups of what size."""
 
     layer: int
     operation: str

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.megatron.refusals import refuse_capacity_of_shards, refuse_unsupported
+from megatron_basp.megatron.fp8 import check_fp8
+from megatron_basp.megatron.refusals import (
+    refuse_capacity_of_shards,
+    refuse_unsupported,
+    refuse_unsupported_packing,
+)
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.megatron.text_dataset import check_text_dataset, count_documents
 from megatron_basp.plan import Limits
@@ -81,6 +86,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
                 )
         return None
     refuse_unsupported(args, mode)
+    refuse_unsupported_packing(args)
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ConfigurationError(
@@ -103,15 +109,44 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     if args.basp_ledger is not None:
         _check_ledger(args.basp_ledger)
     settings = _settings(args, mode, ranks)
+    _check_mapping(args)
     for batch_size in settings.batch_sizes():
-        settings.plan(batch_size, settings.seq_length)
+        tokens = settings.plan(batch_size, settings.seq_length).tokens
+        if args.sequence_parallel and tokens % settings.tensor_model_parallel_size:
+            raise ConfigurationError(
+                f"--sequence-parallel spreads the T = B·S/N tokens of a rank over TP ranks, so that T % TP must be 0, "
+                f"got T = {batch_size}·{settings.seq_length}/{ranks} = {tokens} and "
+                f"TP={settings.tensor_model_parallel_size}: use a --seq-length that is a multiple of "
+                f"{ranks * settings.tensor_model_parallel_size}"
+            )
     refuse_capacity_of_shards(args, settings.group_sizes(), mode)
+    check_fp8(args, settings)
     return settings
+
+
+def _check_mapping(args: argparse.Namespace) -> None:
+    """Megatron's own condition (`initialize_model_parallel`), told before ranks meet."""
+    if not args.use_tp_pp_dp_mapping or args.pipeline_model_parallel_size == 1:
+        return
+    tensor_parallel, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    attention = tensor_parallel * args.context_parallel_size
+    experts = (expert_tensor or tensor_parallel) * args.expert_model_parallel_size
+    if attention != experts:
+        raise ConfigurationError(
+            f"--use-tp-pp-dp-mapping with pipeline stages wants TP·CP to be the experts' TP·EP, got "
+            f"{tensor_parallel}·{args.context_parallel_size} and {experts // args.expert_model_parallel_size}·"
+            f"{args.expert_model_parallel_size}: leave it out, or choose --expert-model-parallel-size to fit"
+        )
 
 
 def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     batch_size = _positive(args, "micro_batch_size")
     eval_batch_size = batch_size if args.eval_micro_batch_size is None else _positive(args, "eval_micro_batch_size")
+    if args.full_validation and eval_batch_size != 1:
+        raise ConfigurationError(
+            f"--full-validation reads one sequence at a time, and evaluation is planned for B={eval_batch_size}: set "
+            "--eval-micro-batch-size 1"
+        )
     seq_length = _positive(args, "seq_length")
     if seq_length % (2 * ranks):
         raise ConfigurationError(
@@ -148,6 +183,8 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         tensor_model_parallel_size=tensor_parallel,
         domain_devices=args.basp_domain_size,
         per_token_loss=args.calculate_per_token_loss,
+        packed=args.sft or args.dataloader_inter_document_masking,
+        sft=args.sft,
         ledger=args.basp_ledger,
     )
 
@@ -167,10 +204,19 @@ def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, dat
 
 def check_environment(args: argparse.Namespace) -> None:
     """Raise `ConfigurationError` where a package that the flags need is not installed."""
+    if (args.num_distributed_optimizer_instances or 1) > 1 and importlib.util.find_spec("einops") is None:
+        raise ConfigurationError(
+            "--num-distributed-optimizer-instances needs einops, which is not installed: pip install einops"
+        )
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ConfigurationError(
             "--transformer-impl transformer_engine (the default) needs Transformer Engine, which is not installed: "
             "install megatron-basp[te], or pass --transformer-impl local"
+        )
+    if args.sft and importlib.util.find_spec("datasets") is None:
+        raise ConfigurationError(
+            "--sft needs the package datasets, with which Megatron reads conversations, and it is not installed: pip "
+            "install datasets"
         )
 
 
@@ -185,9 +231,19 @@ def check_data_files(args: argparse.Namespace) -> None:
         for word in getattr(args, name) or ():
             if _is_number(word) or "://" in word:
                 continue
+            if args.sft:
+                _check_conversations(Path(word))
+                continue
             check_text_dataset(Path(word))
             if name == "data_path" and args.split is not None:
                 check_split(Path(word), args.split, is_evaluated=args.eval_iters != 0)
+
+
+def _check_conversations(file: Path) -> None:
+    if not file.is_file():
+        raise ConfigurationError(
+            f"{file}: missing; --sft reads a JSON file with an object a line, its conversations under 'messages'"
+        )
 
 
 def check_split(prefix: Path, split: str, is_evaluated: bool) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
+from megatron_basp.attention import BaspAttention
+from megatron_basp.documents import Boundaries
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.sdpa import CausalSDPA, Kernel
 
 
 class MegatronBaspAttention(BaspAttention):
@@ -100,19 +105,31 @@ def share_of_heads(config: Any, group_size: int) -> Any:
     return config
 
 
-def make_sdpa(*, config: Any, layer_number: int, softmax_scale: float | None = None, **ignored: Any) -> Kernel:
-    """Torch's scaled dot-product attention; it takes any number of heads, so only scale and window are of interest."""
+def make_sdpa(
+    *,
+    config: Any,
+    layer_number: int,
+    softmax_scale: float | None = None,
+    attention_dropout: float | None = None,
+    **ignored: Any,
+) -> Kernel:
+    """Torch's scaled dot-product attention; it takes any number of heads, so only scale, window and dropout are of
+    interest. Dropout draws from the state that Megatron's own `DotProductAttention` draws from."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.utils import is_layer_window_attention
 
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     return CausalSDPA(
         softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels),
         window=config.window_size[0] if windowed else None,
+        dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
+        # With tensor-parallel sequence parallelism the whole block is within that state already.
+        dropout_state=nullcontext if config.sequence_parallel else lambda: get_cuda_rng_tracker().fork(),
     )
 
 
 def make_te(te_attention: type[torch.nn.Module]) -> Callable[..., Kernel]:
-    """The maker of Transformer Engine kernels: causal, without a mask, `sbhd`."""
+    """The maker of Transformer Engine kernels: causal, without a mask; `sbhd`, or `thd` where rows are packed."""
 
     def make(*, attn_mask_type: Any, **arguments: Any) -> Kernel:
         module = te_attention(attn_mask_type=attn_mask_type, cp_comm_type=None, **arguments)
@@ -134,11 +151,39 @@ class _TEKernel(torch.nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        documents: Sequence[Boundaries] | None = None,
         softmax_offset: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if softmax_offset is not None:
             self.attention.softmax_offset = softmax_offset
-        return self.attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+        if documents is None:
+            return self.attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+        # Rows strung together: [S, rows, h, d] -> [rows·S, h, d], a copy where there are several rows. For `thd` the
+        # module itself turns `causal` into `padding_causal`, as it does for stock.
+        length, rows = query.shape[:2]
+        output = self.attention(
+            *(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)),
+            None,
+            attn_mask_type=self.attn_mask_type,
+            packed_seq_params=_thd_params(tuple(documents), query.device),
+        )
+        return output.reshape(rows, length, -1).transpose(0, 1)
+
+
+@lru_cache(maxsize=16)  # the same for all layers of a micro-batch: a wave or two
+def _thd_params(documents: tuple[Boundaries, ...], device: torch.device) -> Any:
+    """Megatron's description of packed rows that are strung together."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [stop - start for boundaries in documents for start, stop in pairwise(boundaries)]
+    cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
 
 
 def choosing_core_attention(runtime: Runtime, original: Function) -> Function:

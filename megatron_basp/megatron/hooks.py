@@ -10,10 +10,12 @@ import functools
 from megatron_basp.megatron.batches import receiving_batch, taking_batch
 from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
+from megatron_basp.megatron.multi_token import rolling, weighing_losses
+from megatron_basp.megatron.packed import packing_as_one_process, reading_documents
 from megatron_basp.megatron.router import balancing_rows
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
-from megatron_basp.megatron.seam import Function, Hook, check_version, replace
+from megatron_basp.megatron.seam import Function, Hook, replace
 from megatron_basp.megatron.start_up import (
     adding_arguments,
     creating_groups,
@@ -21,6 +23,7 @@ from megatron_basp.megatron.start_up import (
     refusing_yaml,
     validating_arguments,
 )
+from megatron_basp.megatron.versions import check_version
 
 HOOKS = (
     # From the command line to process groups.
@@ -50,6 +53,20 @@ HOOKS = (
         ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz", "with_padding_mask"),
         balancing_rows,
     ),
+    Hook(
+        "megatron.core.transformer.multi_token_prediction:roll_tensor",
+        ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+        rolling,
+    ),
+    Hook(
+        "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+        ("labels", "loss_mask", "compute_language_model_loss", "config", "cp_group"),
+        weighing_losses,
+        also_in=("megatron.core.models.gpt.gpt_model",),
+    ),
+    # Packed rows.
+    Hook("megatron.core.models.gpt.gpt_model:GPTModel.forward", ("packed_seq_params",), reading_documents),
+    Hook("megatron.training.datasets.sft_dataset:SFTDataset.__init__", ("config",), packing_as_one_process),
     # Batches, and the schedule that asks for them.
     Hook(
         "megatron.core.utils:get_batch_on_this_tp_rank",
@@ -91,7 +108,7 @@ def install() -> Runtime:
         raise RuntimeError("the hooks are installed already: call install() once in a process, and keep its Runtime")
     runtime = Runtime()
     for hook in HOOKS:
-        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in)
+        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in, hook.versions)
     return runtime
 
 

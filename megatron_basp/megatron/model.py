@@ -14,6 +14,7 @@ import torch
 
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
+from megatron_basp.megatron.multi_token import number_behind_decoder
 from megatron_basp.megatron.refusals import refuse_capacity_of_shards, refuse_unsupported_config
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
@@ -22,20 +23,22 @@ from megatron_basp.plan import BatchPlan
 # Modules that work on each token by itself, by the names of their classes in these packages. All others are refused.
 KNOWN_PACKAGES = frozenset({"megatron", "megatron_basp", "torch", "transformer_engine", "apex"})
 TOKEN_WISE = frozenset(
-    # Embeddings, norms, linear layers (Megatron's own, Transformer Engine's, Apex's), routing of single tokens.
+    # Embeddings, norms, linear layers, activations (Megatron's own, Transformer Engine's, Apex's), routing of single
+    # tokens.
     """
     VocabParallelEmbedding Embedding RotaryEmbedding YarnRotaryEmbedding Dropout Identity IdentityOp IdentityFuncOp
     LayerNorm RMSNorm FusedLayerNorm L2Norm TENorm
     ColumnParallelLinear RowParallelLinear TEColumnParallelLinear TERowParallelLinear TELinear
     TELayerNormColumnParallelLinear TEColumnParallelGroupedLinear TERowParallelGroupedLinear TopKRouter
+    SwiGLU GEGLU GELU
     """.split()
 )
 ROTARY = frozenset({"RotaryEmbedding", "YarnRotaryEmbedding"})
 CONTAINERS = frozenset(
     """
     GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
-    MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
-    MLASelfAttention FusedMLASelfAttention
+    MLP TEFusedMLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    MultiTokenPredictionBlock MultiTokenPredictionLayer MLASelfAttention FusedMLASelfAttention
     """.split()
 )
 
@@ -57,6 +60,7 @@ def building_model(runtime: Runtime, original: Function) -> Function:
         )
         original(**arguments)
         read_positions_from_plan(self, runtime)
+        number_behind_decoder(self)
         check_model(self)
 
     return __init__
@@ -75,9 +79,19 @@ class StreamRotaryEmbedding(torch.nn.Module):
         self.plan_holder = runtime.plan_holder
         self.groups = runtime.groups
         self._latest: tuple[BatchPlan, Any] | None = None
+        self._packed: Any = None
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        return self.inner.get_rotary_seq_len(*args, **kwargs)
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+    ) -> int:
+        """T, packed or not. Models ask for it right before they call `forward`, and tell only here of documents."""
+        self._packed = packed_seq_params
+        return self.inner.get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """[T, 1, 1, dim], and with YaRN the scale of attention behind it; the signatures of
@@ -88,12 +102,20 @@ class StreamRotaryEmbedding(torch.nn.Module):
                 f"rotary positions are planned for a stream of {plan.tokens} tokens, and the model asked for "
                 f"{max_seq_len} (offset {offset}, packed {packed_seq}, group {cp_group})"
             )
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            return self._rows_of_table(plan, packed.positions)
         if self._latest is None or self._latest[0] is not plan:
-            made = self.inner(plan.lengths[0], cp_group=self.groups.alone)
-            table, *scale = made if isinstance(made, tuple) else (made,)
-            table = table[stream_positions(plan, self.groups.cp_rank, table.device)]
-            self._latest = (plan, (table, *scale) if scale else table)
+            self._latest = (plan, self._rows_of_table(plan))
         return self._latest[1]
+
+    def _rows_of_table(self, plan: BatchPlan, positions: torch.Tensor | None = None) -> Any:
+        made = self.inner(plan.lengths[0], cp_group=self.groups.alone)
+        table, *scale = made if isinstance(made, tuple) else (made,)
+        if positions is None:
+            positions = stream_positions(plan, self.groups.cp_rank, table.device)
+        table = table[positions]
+        return (table, *scale) if scale else table
 
     def get_cached_cos_sin(
         self, seq_len: int, offset: int = 0, dtype: torch.dtype = torch.float32, packed_seq: bool = False
@@ -119,7 +141,13 @@ def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtim
 
 
 def read_positions_from_plan(model: torch.nn.Module, runtime: Runtime) -> None:
-    """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)"""
+    """Replace the model's rotary tables. (Learned positions need nothing: their ids are part of the batch.)
+
+    A pipeline stage without attention has a table that nobody reads; where it takes the loss of several tokens, what
+    arrives is their streams one behind the other, and Megatron asks for as many positions.
+    """
+    if not any(isinstance(module, BaspAttention) for module in model.modules()):
+        return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__ in ROTARY:

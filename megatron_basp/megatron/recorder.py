@@ -20,6 +20,8 @@ class Record:
     """One entry a step, on the ranks of the last pipeline stage for losses, on all ranks for the rest.
 
     held_out_losses: one entry an evaluation, the first of them before training.
+    mtp_losses, mtp_tokens: of multi-token prediction, for each step and by depth: the loss that Megatron logs, and the
+        number of tokens in it.
     expert_losses: what Megatron logs of its experts, by name: auxiliary losses, z-loss.
     """
 
@@ -27,6 +29,8 @@ class Record:
     grad_norms: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     held_out_losses: list[float] = field(default_factory=list)
+    mtp_losses: list[list[float]] = field(default_factory=list)
+    mtp_tokens: list[list[float]] = field(default_factory=list)
     expert_losses: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -75,6 +79,27 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
             return original(forward_step_func, model, *args, **kwargs)
 
         return train
+
+    def multi_token_log(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reduce_metrics_in_tracker() -> None:
+            from megatron.core.num_microbatches_calculator import get_num_microbatches
+            from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+            original()
+            tracker = MTPLossLoggingHelper.tracker
+            if "loss_values" in tracker:
+                record.mtp_losses.append((tracker["loss_values"] / get_num_microbatches()).tolist())
+                record.mtp_tokens.append(tracker["total_values"].tolist())
+
+        return reduce_metrics_in_tracker
+
+    replace(
+        "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
+        [],
+        multi_token_log,
+        versions=("0.19", "0.20"),
+    )
 
     def expert_log(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -13,12 +13,17 @@ from megatron_basp.errors import ConfigurationError
 
 
 class Refusal(NamedTuple):
-    """name: the argument. allowed: whether its value is fine. why: reason and remedy. flag: if not as name."""
+    """One argument of Megatron's.
+
+    name: the argument. allowed: whether its value is fine. why: reason and remedy. flag: if not as name.
+    versions: the minor versions of Megatron that have the argument; None: all.
+    """
 
     name: str
     allowed: Callable[[Any], bool]
     why: str
     flag: str | None = None
+    versions: tuple[str, ...] | None = None
 
 
 def _unset(value: Any) -> bool:
@@ -27,6 +32,10 @@ def _unset(value: Any) -> bool:
 
 def _one(value: Any) -> bool:
     return value in (None, 1)
+
+
+def _made_for_linear_layers(recipe: Any) -> bool:
+    return recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def _looks_back(window: Any) -> bool:
@@ -38,6 +47,10 @@ _OTHER_BATCH = (
     "its batches are not [B, S] rows of one length, which is what is planned; use --sequence-parallel-mode none"
 )
 _OTHER_MIXING = "it mixes along the sequence without core attention, so ranks would miss each other's tokens"
+_SINCE_0_19 = ("0.19", "0.20")
+
+# The flags with which rows hold several documents.
+PACKING = ("--sft", "--dataloader-inter-document-masking")
 
 REFUSALS = (
     # Data and batches.
@@ -45,16 +58,14 @@ REFUSALS = (
     Refusal("hybrid_context_parallel", _unset, "it re-plans the context-parallel group itself; use one or the other"),
     Refusal("decoder_seq_length", _unset, _OTHER_BATCH),
     Refusal("hierarchical_context_parallel_sizes", _unset, "groups are carved by the plan instead; leave it out"),
-    Refusal("sft", _unset, _OTHER_BATCH),
-    Refusal("dataloader_inter_document_masking", _unset, _OTHER_BATCH),
     Refusal(
         "reset_attention_mask",
         _unset,
-        "attention is causal over the whole row, so the mask would be ignored; leave it out",
+        "it is a mask of S×S tokens that the loader makes, and attention takes none: keep documents apart with "
+        "--dataloader-inter-document-masking",
     ),
     Refusal("perform_rl_step", _unset, _OTHER_BATCH),
-    Refusal("full_validation", _unset, "its last micro-batch is shorter than the planned ones; use --eval-iters"),
-    Refusal("multiple_validation_sets", _unset, "it needs --full-validation; use --eval-iters and one set"),
+    Refusal("multiple_validation_sets", _unset, f"{_NOT_PROVEN}; one set can be validated in full"),
     # Layers.
     Refusal("spec", _unset, "layers that bring their own attention would train without the exchange; leave it out"),
     Refusal("heterogeneous_layers_config_path", _unset, "its layers name their own attention; leave it out"),
@@ -62,8 +73,8 @@ REFUSALS = (
     Refusal("hybrid_layer_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("hybrid_override_pattern", _unset, f"Mamba layers: {_OTHER_MIXING}"),
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
-    Refusal("mtp_num_layers", _unset, f"multi-token prediction needs tokens of the next rank; {_NOT_PROVEN}"),
     Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
+    Refusal("fused_residual_rmsnorm", _unset, _NOT_PROVEN),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),
@@ -75,8 +86,6 @@ REFUSALS = (
     Refusal(
         "transformer_impl", lambda value: value in ("local", "transformer_engine"), "use local or transformer_engine"
     ),
-    Refusal("attention_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
-    Refusal("hidden_dropout", _unset, f"dropout masks of ranks that share a sequence; {_NOT_PROVEN} (pass 0.0)"),
     # Experts.
     Refusal("expert_tensor_parallel_size", lambda value: value is None, _NOT_PROVEN),
     Refusal(
@@ -102,23 +111,49 @@ REFUSALS = (
     Refusal("moe_input_jitter_eps", _unset, f"noise of ranks that share a sequence; {_NOT_PROVEN}"),
     Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
     # Parallelism and precision.
-    Refusal("sequence_parallel", _unset, f"tensor-parallel sequence parallelism; {_NOT_PROVEN}"),
+    Refusal(
+        "te_rng_tracker",
+        _unset,
+        "ranks of a group draw from streams of their own, which was not tried with Transformer Engine's tracker of "
+        "states; leave it out",
+    ),
     Refusal("use_megatron_fsdp", _unset, _NOT_PROVEN),
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
-    Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
-    Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
-    Refusal("use_tp_pp_dp_mapping", _unset, "Megatron refuses it where CP and PP are both above 1; leave it out"),
-    Refusal("num_distributed_optimizer_instances", _one, _NOT_PROVEN),
-    Refusal("fp8", _unset, _NOT_PROVEN, "--fp8-format"),
+    Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
+    Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
+    Refusal("fp8_recipe", _made_for_linear_layers, "use delayed, tensorwise, blockwise or mxfp8"),
+    Refusal("fp8_output_proj", _unset, f"the output layer in FP8; {_NOT_PROVEN}"),
+    Refusal("fp8_param_gather", _unset, f"parameters kept in FP8; {_NOT_PROVEN}"),
+    Refusal("te_precision_config_file", _unset, f"a precision for each module; {_NOT_PROVEN}"),
     Refusal("fp4", _unset, _NOT_PROVEN, "--fp4-format"),
     Refusal("cuda_graph_impl", lambda value: value in (None, "none"), f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("enable_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("external_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("cpu_offloading_num_layers", _unset, _NOT_PROVEN),
     Refusal("fine_grained_activation_offloading", _unset, _NOT_PROVEN),
-    Refusal("logits_save_dir", _unset, "it writes logits in the order of stock context parallelism; leave it out"),
-    Refusal("logits_load_dir", _unset, "it reads logits in the order of stock context parallelism; leave it out"),
+    Refusal(
+        "logits_save_dir",
+        _unset,
+        "it writes logits in the order of stock context parallelism; leave it out",
+        versions=_SINCE_0_19,
+    ),
+    Refusal(
+        "logits_load_dir",
+        _unset,
+        "it reads logits in the order of stock context parallelism; leave it out",
+        versions=_SINCE_0_19,
+    ),
+)
+
+# What is exact with the newest release, and was not shown to be with these minor versions.
+REFUSED_WITH = {
+    "0.18": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
+}
+# Fields of a model's configuration that no flag sets.
+CONFIG_REFUSALS = (
+    Refusal("fp8_dot_product_attention", _unset, _NOT_PROVEN, "fp8_dot_product_attention"),
+    Refusal("fp8_multi_head_attention", _unset, _NOT_PROVEN, "fp8_multi_head_attention"),
 )
 
 
@@ -129,7 +164,17 @@ def refuse_unsupported(args: Namespace, mode: str) -> None:
         AttributeError: this Megatron has no such argument, so that what it stood for may have another name.
     """
     for refusal in REFUSALS:
-        _refuse(refusal, getattr(args, refusal.name), mode)
+        if refusal.versions is None or hasattr(args, refusal.name):  # if not: `refuse_unsupported_with` knows
+            _refuse(refusal, getattr(args, refusal.name), mode)
+
+
+def refuse_unsupported_with(minor: str, args: Namespace, mode: str) -> None:
+    """The same for what depends on the minor version of Megatron."""
+    for refusal in REFUSALS:
+        if refusal.versions is not None and minor in refusal.versions:
+            _refuse(refusal, getattr(args, refusal.name), mode)
+    for refusal in REFUSED_WITH.get(minor, ()):
+        _refuse(refusal, getattr(args, refusal.name), f"{mode} and Megatron-Core {minor}")
 
 
 def refuse_unsupported_config(config: Any, mode: str) -> None:
@@ -143,6 +188,8 @@ def refuse_unsupported_config(config: Any, mode: str) -> None:
     for refusal in REFUSALS:
         if hasattr(config, refusal.name) and refusal.name not in resolved:
             _refuse(refusal, getattr(config, refusal.name), mode)
+    for refusal in CONFIG_REFUSALS:
+        _refuse(refusal, getattr(config, refusal.name), mode)
 
 
 def refuse_capacity_of_shards(values: Any, group_sizes: Sequence[int], mode: str) -> None:
@@ -169,4 +216,27 @@ def _refuse(refusal: Refusal, value: Any, mode: str) -> None:
         flag = refusal.flag or "--" + refusal.name.replace("_", "-")
         raise ConfigurationError(
             f"{flag} (got {value}) is not supported with --sequence-parallel-mode {mode}: {refusal.why}"
+        )
+
+
+def refuse_unsupported_packing(args: Namespace) -> None:
+    """Raise `ConfigurationError` for what packed rows do not go with."""
+    packing = next((flag for flag in PACKING if getattr(args, flag.lstrip("-").replace("-", "_"))), None)
+    if packing is None:
+        return
+    for name in ("mtp_num_layers", "multi_latent_attention"):
+        if getattr(args, name):
+            raise ConfigurationError(f"{packing} with --{name.replace('_', '-')}: {_NOT_PROVEN}")
+    if "seq_aux_loss" in args.moe_router_load_balancing_type:
+        raise ConfigurationError(
+            f"{packing} with seq_aux_loss: Megatron strings packed rows together and balances all of them as one "
+            f"sequence; use aux_loss"
+        )
+    stages = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    layout = (*stages, "pipeline_model_parallel_layout")
+    if not args.sft and (args.pipeline_model_parallel_size > 2 or any(getattr(args, name) for name in layout)):
+        raise ConfigurationError(
+            f"{packing} with more than 2 pipeline stages: Megatron's script reads documents on each stage, and builds "
+            f"data sets on the first and the last only: use --pipeline-model-parallel-size 1 or 2, without virtual "
+            f"stages or a layout"
         )

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_basp.attention import BaspAttention
 from megatron_basp.ledger import Exchange
 from megatron_basp.megatron.model import check_model
+from megatron_basp.megatron.multi_token import attentions_in_a_pass
+from megatron_basp.megatron.random_streams import streams_of_rank
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
@@ -53,14 +55,17 @@ class PlannedSchedule:
             for chunk in chunks:
                 check_model(chunk)
         before, batches_before = Counter(runtime.ledger.collectives), runtime.batches_taken
+        # Evaluation draws nothing, and must not change what training draws after it.
+        is_training = not arguments.get("forward_only", False)
         runtime.plan_holder.set(plan)
         try:
-            result = self.forward_backward_func(
-                forward_step_func=with_rescaled_loss(forward_step_func, runtime),
-                micro_batch_size=1,
-                seq_length=seq_length * micro_batch_size,
-                **arguments,
-            )
+            with streams_of_rank(runtime.groups.cp_rank) if is_training else nullcontext():
+                result = self.forward_backward_func(
+                    forward_step_func=with_rescaled_loss(forward_step_func, runtime),
+                    micro_batch_size=1,
+                    seq_length=seq_length * micro_batch_size,
+                    **arguments,
+                )
         finally:
             runtime.plan_holder.set(None)
         if unchecked:
@@ -68,10 +73,8 @@ class PlannedSchedule:
             check_batches(chunks, microbatches, runtime.batches_taken - batches_before)
             counted = Counter(runtime.ledger.collectives)
             counted.subtract(before)
-            layers = [
-                module.layer for chunk in chunks for module in chunk.modules() if isinstance(module, BaspAttention)
-            ]
-            check_exchanges(plan, layers, microbatches, counted)
+            attentions = sum((attentions_in_a_pass(chunk) for chunk in chunks), Counter())
+            check_exchanges(plan, attentions, microbatches, counted)
             runtime.checked_plans.add(plan)
         return result
 
@@ -94,7 +97,7 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
         RuntimeError: it did not; the script slices its batches by itself, or holds Megatron's own function, which
         does.
     """
-    expected = microbatches * sum(chunk.pre_process or chunk.post_process for chunk in chunks)
+    expected = microbatches * sum(chunk.pre_process or chunk.post_process or chunk.mtp_process for chunk in chunks)
     if taken != expected:
         raise RuntimeError(
             f"{taken} micro-batches were taken by the plan in the first step under it, and should have been "
@@ -103,17 +106,20 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
         )
 
 
-def check_exchanges(plan: BatchPlan, layers: Iterable[int], microbatches: int, counted: Counter[Exchange]) -> None:
+def check_exchanges(plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange]) -> None:
     """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
     recomputed.
+
+    Args:
+        attentions: how often each layer attends in one forward pass.
 
     Raises:
         RuntimeError: a layer did not; its attention saw a part of each sequence only.
     """
     waves = Counter(wave.group_size for wave in plan.waves if wave.group_size > 1)
-    for layer in layers:
+    for layer, times in attentions.items():
         for group_size, number in waves.items():
-            expected = number * microbatches
+            expected = number * microbatches * times
             found = counted[Exchange(layer, "qkv", "forward", group_size)]
             if not expected <= found <= 2 * expected:
                 raise RuntimeError(
@@ -150,6 +156,8 @@ def _rescaled(loss_func: Callable[..., Any], runtime: Runtime) -> Callable[..., 
                 f"their token counts are, which is another objective: return (summed loss, number of tokens, report)"
             )
         loss, num_tokens, report = result
+        if runtime.settings.sft:
+            report = {name: _over_groups(sums, runtime) for name, sums in report.items()}
         if not runtime.settings.per_token_loss:
             total = num_tokens.detach().to(torch.int64).clone()
             dist.all_reduce(total, group=runtime.groups.cp_group)
@@ -158,3 +166,18 @@ def _rescaled(loss_func: Callable[..., Any], runtime: Runtime) -> Callable[..., 
         return loss, num_tokens, report
 
     return rescaled_loss_func
+
+
+def _over_groups(sums: Tensor, runtime: Runtime) -> Tensor:
+    """A reported pair (summed loss, number of tokens) of the micro-batch instead of a rank's part of it.
+
+    With `--sft` evaluation averages the quotients of ranks, whatever their token counts are (`evaluate` in
+    `training/training.py`); elsewhere Megatron sums both over the ranks first, and the quotient stays the same.
+    """
+    if sums.numel() != 2:
+        raise ValueError(
+            f"the loss function reports {sums.numel()} numbers, and with --sft it must be (summed loss, tokens)"
+        )
+    sums = sums.clone()
+    dist.all_reduce(sums, group=runtime.groups.cp_group)
+    return sums

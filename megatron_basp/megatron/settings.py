@@ -21,6 +21,8 @@ class Settings:
     tensor_model_parallel_size: Megatron's; a group of K ranks spans K times as many devices.
     domain_devices: `--basp-domain-size`, or None for the host's.
     per_token_loss: `--calculate-per-token-loss`.
+    packed: rows hold several documents (`--sft`, `--dataloader-inter-document-masking`).
+    sft: `--sft`.
     ledger: where the bytes sent are written at the end, or None.
     """
 
@@ -35,6 +37,8 @@ class Settings:
     tensor_model_parallel_size: int
     domain_devices: int | None
     per_token_loss: bool
+    packed: bool
+    sft: bool
     ledger: Path | None
 
     def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:

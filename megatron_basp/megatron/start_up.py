@@ -21,9 +21,11 @@ from megatron_basp.megatron.arguments import (
     check_environment,
     settings_from_arguments,
 )
+from megatron_basp.megatron.refusals import refuse_unsupported_with
 from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.megatron.versions import megatron_minor
 from megatron_basp.process_groups import aligned_domain_size, create_sequence_groups
 
 
@@ -35,6 +37,7 @@ def validating_arguments(runtime: Runtime, original: Function) -> Function:
     def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
         settings = settings_from_arguments(args)
         if settings is not None:
+            refuse_unsupported_with(megatron_minor(), args, settings.mode)
             check_environment(args)
             check_data_files(args)
         args.cp_comm_type = list(args.cp_comm_type)  # the marked default has done its work

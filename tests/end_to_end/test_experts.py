@@ -95,8 +95,8 @@ def test_expert_parallel_ranks_train_as_data_parallel_ones(
     ],
 )
 def test_experts_drop_the_tokens_that_data_parallel_ranks_would_drop(trainer: Trainer, flags: str, rows: int) -> None:
-    """Capacity is counted over the tokens of a rank, so the reference puts the same ones together. Its micro-batches
-    are smaller, over which auxiliary losses are taken: these are left out."""
+    """Capacity is counted over the tokens of a rank, so the reference puts the same ones together. Its micro-batches,
+    over which auxiliary losses are taken, are smaller: these are left out."""
     flags = (
         f"{GQA} {ROPE} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
         f"--moe-token-dispatcher-type alltoall {flags}"

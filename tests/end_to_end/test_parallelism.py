@@ -82,10 +82,10 @@ def test_virtual_pipeline_stages_train_as_without_context_parallelism(trainer: T
 
 
 @pytest.mark.supports("Parallelism", "tensor parallelism", "the same without context parallelism")
-@pytest.mark.parametrize("rows", [2, 3])
-def test_tensor_parallel_ranks_train_as_without_context_parallelism(trainer: Trainer, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "mask"), [(2, ""), (3, "--no-create-attention-mask-in-dataloader")])
+def test_tensor_parallel_ranks_train_as_without_context_parallelism(trainer: Trainer, rows: int, mask: str) -> None:
     flags = f"{GQA} {ROPE} {batch(rows)} --tensor-model-parallel-size 2"
-    run, reference = trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2)
+    run, reference = trainer.planned(f"{flags} {cp(2)} {mask}", ranks=4), trainer.stock(flags, ranks=2)
     assert_same_training(run, reference)
     assert_same_samples(run, reference)
 
@@ -95,5 +95,36 @@ def test_the_distributed_optimizer_with_overlap_trains_as_one_rank(trainer: Trai
     flags = f"{GQA} {ROPE} {batch(3)}"
     run = trainer.planned(
         f"{flags} {cp(4)} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks=4
+    )
+    assert_same_training(run, trainer.stock(flags), gradients=False)
+
+
+@pytest.mark.supports("Parallelism", "tensor parallelism with `--sequence-parallel`", "tensor parallelism without it")
+@pytest.mark.parametrize(
+    "flags", [f"{ROPE} --qk-layernorm", "--position-embedding-type learned_absolute --normalization LayerNorm"]
+)
+def test_sequence_parallel_norms_train_as_plain_tensor_parallelism(trainer: Trainer, flags: str) -> None:
+    flags = f"{GQA} {flags} {batch(3)} --tensor-model-parallel-size 2"
+    run = trainer.planned(f"{flags} {cp(2)} --sequence-parallel", ranks=4)
+    assert_same_training(run, trainer.stock(flags, ranks=2))
+
+
+@pytest.mark.supports("Parallelism", "`--use-tp-pp-dp-mapping`", "stock in the usual order, with DP in place of CP")
+def test_stages_before_replicas_train_as_without_context_parallelism(trainer: Trainer) -> None:
+    """Megatron wants as many replicas of experts as of attention for it; the reference, which has not, has ranks in
+    the usual order. The auxiliary loss is taken over micro-batches: the reference has one for each replica."""
+    flags = (
+        f"{GQA} {ROPE} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 "
+        "--moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
+    )
+    run = trainer.planned(f"{flags} {batch(3, micro_batches=2)} {cp(2)} --use-tp-pp-dp-mapping", ranks=4)
+    assert_same_training(run, trainer.stock(f"{flags} {batch(3, 1, data_parallel=2)}", ranks=4))
+
+
+@pytest.mark.supports("Parallelism", "several distributed-optimizer instances")
+def test_several_instances_of_the_distributed_optimizer_train_as_one_rank(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3, data_parallel=2)}"
+    run = trainer.planned(
+        f"{flags} {cp(2)} --use-distributed-optimizer --num-distributed-optimizer-instances 2", ranks=4
     )
     assert_same_training(run, trainer.stock(flags), gradients=False)

@@ -22,11 +22,10 @@ REFUSED = {
     "--cp-comm-type p2p": "--cp-comm-type (got p2p)",
     "--reset-attention-mask": "--reset-attention-mask (got True) is not supported",
     "--spec some.module layer_spec": "--spec (got ['some.module', 'layer_spec']) is not supported",
-    "--sft": "--sft (got True) is not supported",
     "--hybrid-layer-pattern M*": "Mamba layers",
     "--cuda-graph-impl local": "CUDA graphs",
     "--use-megatron-fsdp": "--use-megatron-fsdp (got True) is not supported",
-    "--attention-dropout 0.1": "--attention-dropout (got 0.1) is not supported",
+    "--te-rng-tracker": "--te-rng-tracker (got True) is not supported",
     "--eval-micro-batch-size 3": "set --eval-global-batch-size to a multiple of 3",
     "--data-path nowhere/text": "nowhere/text.bin: missing; make it with: python scripts/data/prepare_text.py",
 }

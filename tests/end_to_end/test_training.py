@@ -64,6 +64,10 @@ def test_skipped_iterations_take_their_samples_and_change_nothing_else(trainer: 
             marks=pytest.mark.supports("Training", "full recompute, uniform"),
         ),
         pytest.param(
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            marks=pytest.mark.supports("Training", "full recompute, block"),
+        ),
+        pytest.param(
             "--recompute-granularity selective",
             marks=pytest.mark.supports("Training", "selective recompute"),
         ),

@@ -15,6 +15,7 @@ import torch
 
 from megatron_basp.local_ranks import run_ranks
 from megatron_basp.plan import BatchPlan
+from tests.end_to_end.whole_parameters import named_gradients, named_parameters
 
 ITERATIONS = 10
 LOSS_TOLERANCE = 2e-6  # absolute, of losses between 4 and 7
@@ -58,6 +59,8 @@ class RankReport:
     losses: list[float]
     grad_norms: list[float]
     held_out_losses: list[float]
+    mtp_losses: list[list[float]]
+    mtp_tokens: list[list[float]]
     expert_losses: list[dict[str, float]]
     samples: list[list[int]]
     gradients: list[dict[str, torch.Tensor]]
@@ -74,9 +77,12 @@ class Trainer:
         self._numbers = itertools.count()
         self.stock = lru_cache(maxsize=None)(self._stock)
 
-    def _stock(self, flags: str, ranks: int = 1, mask: str = "") -> list[RankReport]:
-        """Megatron alone: no hook of ours is imported, and attention is its own `DotProductAttention`."""
-        return self._run(flags, ranks, mask, install=False)
+    def _stock(
+        self, flags: str, ranks: int = 1, mask: str = "", prepare: Callable[[], None] = lambda: None
+    ) -> list[RankReport]:
+        """Megatron alone: no hook of ours is imported, and attention is its own `DotProductAttention`, unless
+        `prepare`, called on each rank, puts in another."""
+        return self._run(flags, ranks, mask, install=False, sabotage=prepare)
 
     def planned(
         self,
@@ -113,9 +119,9 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         from megatron_basp.megatron import hooks
 
         runtime = hooks.install()
-        sabotage()
     else:
         assert "megatron_basp.megatron.hooks" not in sys.modules, "a stock run must not know of the hooks"
+    sabotage()
     samples: list[list[int]] = [[]]
     gradients: list[dict[str, torch.Tensor]] = []
     chunks: list[Any] = []
@@ -124,7 +130,7 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         samples.append([])
         step = len(record.grad_norms)
         if step in (1, ITERATIONS):
-            gradients.append({name: p.main_grad.clone() for name, p in _named_parameters(model)})
+            gradients.append(dict(named_gradients(model)))
         chunks[:] = model
 
     forward_step = pretrain_gpt.forward_step
@@ -137,7 +143,7 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
     sys.argv = ["pretrain_gpt", *argv]
     pretrain_gpt.main()
     # Not in the last step: with overlap a rank gets the others' shards of the new parameters later.
-    parameters = {name: p.detach().clone() for name, p in _named_parameters(chunks)}
+    parameters = dict(named_parameters(chunks))
     plan = runtime.plan(runtime.settings.micro_batch_size, SEQ_LENGTH) if runtime else None
     place = (
         parallel_state.get_tensor_model_parallel_rank(),
@@ -149,17 +155,14 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         record.losses,
         record.grad_norms,
         record.held_out_losses,
+        record.mtp_losses,
+        record.mtp_tokens,
         record.expert_losses,
         samples[:-1],
         gradients,
         parameters,
         plan,
     )
-
-
-def _named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for index, chunk in enumerate(model):
-        yield from ((f"{index}.{name}", parameter) for name, parameter in chunk.named_parameters())
 
 
 def _observed(data_iterator: Any, samples: list[list[int]], mask: str, training: bool) -> Iterator[Any]:
@@ -207,6 +210,9 @@ def assert_same_training(
     assert len(last.held_out_losses) == len(reference_last.held_out_losses) >= 2
     held_out = _largest_difference(last.held_out_losses, reference_last.held_out_losses)
     assert held_out <= LOSS_TOLERANCE, "held-out losses differ"
+    assert last.mtp_tokens == reference_last.mtp_tokens, "other tokens in the losses of multi-token prediction"
+    for found, expected in zip(last.mtp_losses, reference_last.mtp_losses, strict=True):
+        assert _largest_difference(found, expected) <= LOSS_TOLERANCE, "logged losses of multi-token prediction differ"
     for found, expected in zip(last.expert_losses, reference_last.expert_losses, strict=True):
         assert found.keys() == expected.keys()
         assert all(abs(found[name] - expected[name]) <= TOLERANCE * expected[name] for name in found), (
@@ -245,7 +251,6 @@ def assert_close(what: str, found: dict[str, torch.Tensor], expected: dict[str, 
     """Each tensor is the expected one, relative to its norm: single entries near 0 are rounding, to Adam too."""
     assert found.keys() == expected.keys() != set()
     for name in expected:
-        difference = (
-            torch.linalg.vector_norm(found[name] - expected[name]) / torch.linalg.vector_norm(expected[name])
-        ).item()
-        assert difference <= TOLERANCE, f"{what}: {name} differs by {difference}"
+        difference = torch.linalg.vector_norm(found[name] - expected[name]).item()
+        norm = torch.linalg.vector_norm(expected[name]).item()  # 0 where a parameter has no part in the loss
+        assert difference <= TOLERANCE * norm, f"{what}: {name} differs by {difference}, its norm is {norm}"

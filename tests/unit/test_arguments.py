@@ -14,12 +14,9 @@ FEATURES = {
     "rampup_batch_size": (None, [16, 16, 1000]),
     "hybrid_context_parallel": (False, True),
     "hierarchical_context_parallel_sizes": (None, [2, 4]),
-    "sft": (False, True),
-    "dataloader_inter_document_masking": (False, True),
     "decoder_seq_length": (None, 64),
     "reset_attention_mask": (False, True),
     "perform_rl_step": (False, True),
-    "full_validation": (False, True),
     "multiple_validation_sets": (False, True),
     "moe_router_force_load_balancing": (False, True),
     "moe_router_force_biased": (None, 0.1),
@@ -29,30 +26,29 @@ FEATURES = {
     "hybrid_layer_pattern": (None, "M*M*"),
     "hybrid_override_pattern": (None, "M*M*"),
     "experimental_attention_variant": (None, "gated_delta_net"),
-    "mtp_num_layers": (None, 1),
     "window_size": (None, (128, 1)),
+    "fused_residual_rmsnorm": (False, True),
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
     "apply_query_key_layer_scaling": (False, True),
     "position_embedding_type": ("learned_absolute", "mrope"),
     "transformer_impl": ("transformer_engine", "inference_optimized"),
-    "attention_dropout": (0.0, 0.1),
-    "hidden_dropout": (0.0, 0.1),
     "expert_tensor_parallel_size": (None, 1),
     "moe_token_dispatcher_type": ("allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "sinkhorn"),
     "moe_expert_rank_capacity_factor": (None, 1.0),
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
-    "sequence_parallel": (False, True),
+    "te_rng_tracker": (False, True),
     "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
     "expert_tensor_parallel_num_weight_shards": (None, 2),
-    "use_tp_pp_dp_mapping": (False, True),
-    "num_distributed_optimizer_instances": (1, 2),
-    "fp8": (None, "hybrid"),
+    "fp8_recipe": ("delayed", "custom"),
+    "fp8_output_proj": (False, True),
+    "fp8_param_gather": (False, True),
+    "te_precision_config_file": (None, "precision.yaml"),
     "fp4": (None, "e2m1"),
     "cuda_graph_impl": ("none", "local"),
     "enable_cuda_graph": (False, True),
@@ -78,8 +74,19 @@ def megatron_like_parser():
     parser.add_argument("--num-query-groups", type=int, default=1)
     parser.add_argument("--group-query-attention", action="store_true")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--full-validation", action="store_true")
+    parser.add_argument("--sft", action="store_true")
+    parser.add_argument("--dataloader-inter-document-masking", action="store_true")
+    for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--pipeline-model-parallel-layout")
+    parser.add_argument("--mtp-num-layers", type=int)
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--moe-expert-capacity-factor", type=float)
+    parser.add_argument("--fp8-format", dest="fp8")
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
 
@@ -155,6 +162,16 @@ def test_ulysses_is_one_wave_over_all_ranks_whatever_the_batch():
     for micro_batch_size in (1, 3, 8):
         settings = accepted(f"{ULYSSES} --micro-batch-size {micro_batch_size}")
         assert waves(settings, micro_batch_size) == [(micro_batch_size, 8)]
+
+
+def test_rows_are_packed_with_either_flag():
+    for flag, packed, sft in (
+        ("", False, False),
+        ("--sft", True, True),
+        ("--dataloader-inter-document-masking", True, False),
+    ):
+        settings = accepted(f"{BASP} {flag}")
+        assert (settings.packed, settings.sft) == (packed, sft)
 
 
 def test_a_fixed_group_size_holds_for_all_rows():
@@ -251,6 +268,12 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
         accepted(f"{BASP} {remedy}")
 
 
+def test_full_validation_reads_one_sequence_at_a_time():
+    message = refused(f"{BASP} --full-validation")
+    assert "--full-validation" in message and "B=3" in message and message.endswith("set --eval-micro-batch-size 1")
+    assert accepted(f"{BASP} --full-validation --eval-micro-batch-size 1").batch_sizes() == (3, 1)
+
+
 @pytest.mark.parametrize("flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-ledger sent.json"])
 def test_our_flags_without_a_mode_are_refused_by_name(flag):
     name = flag.split()[0]
@@ -313,6 +336,41 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused(heads):
     assert message.startswith("heads % TP must be 0") and "TP=2" in message
 
 
+def test_tokens_that_tensor_parallel_ranks_cannot_share_are_refused_with_a_length_that_works():
+    flags = f"{BASP} --sequence-parallel --tensor-model-parallel-size 4 --num-attention-heads 32 --seq-length"
+    message = refused(f"{flags} 16 --micro-batch-size 1", world_size=32)
+    assert "T = 1·16/8 = 2 and TP=4" in message and message.endswith("multiple of 32")
+    assert accepted(f"{flags} 32 --micro-batch-size 1", world_size=32).seq_length == 32
+
+
+def test_a_mapping_that_puts_stages_before_replicas_wants_the_same_replicas_of_attention_and_experts():
+    flags = f"{BASP} --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2"
+    assert "got 1·8 and 1·1" in refused(flags, world_size=16)
+    assert accepted(f"{flags} --expert-model-parallel-size 8", world_size=16).ranks == 8
+    assert accepted(f"{BASP} --use-tp-pp-dp-mapping").ranks == 8
+
+
+@pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("tensorwise", 16), ("mxfp8", 32)])
+def test_fp8_wants_whole_blocks_of_tokens_on_a_rank_and_names_the_next_length(recipe, alignment):
+    # B=3, N=8: T = 3·S/8, so that S must be a multiple of 8 times the alignment, at evaluation with B=4 of half that.
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 80", fp8_recipe=recipe)
+    assert f"T % {alignment} to be 0" in message and "T=30 from B=3, S=80 and N=8" in message
+    length = int(message.split()[-1])
+    assert length == 8 * alignment
+    assert accepted(f"{BASP} --fp8-format hybrid --seq-length {length}", fp8_recipe=recipe).seq_length == length
+    message = refused(
+        f"{BASP} --micro-batch-size 8 --eval-micro-batch-size 3 --eval-global-batch-size 3 --fp8-format e4m3 "
+        f"--seq-length {length + 4 * alignment}",
+        fp8_recipe=recipe,
+    )
+    assert "B=3" in message, "evaluation is checked too"
+
+
+def test_fp8_that_no_layer_would_use_is_refused():
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 256", transformer_impl="local")
+    assert "--fp8-format hybrid does nothing without Transformer Engine's layers" in message
+
+
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):
     with pytest.raises(SystemExit):
         parse("--sequence-parallel-mode ring")
@@ -336,7 +394,7 @@ def test_each_unsupported_feature_is_refused_by_name_with_value_reason_and_remed
     assert message.endswith(refusal.why) and refusal.why
 
 
-@pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS])
+@pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS if refusal.versions is None])
 def test_an_argument_that_megatron_no_longer_has_is_not_passed_over(name):
     args = parse(BASP)
     delattr(args, name)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_basp.batch import join_streams, stream_positions, take_stream
+from megatron_basp.batch import join_streams, roll_stream, stream_positions, take_stream
 from megatron_basp.plan import Limits, plan_batch
 
 
@@ -60,6 +60,37 @@ def test_a_wave_of_the_stream_is_position_major_and_waves_follow_one_another(pla
             for row in share.rows
         ]
         assert take_stream(plan, rank, numbered(plan))[0].tolist() == expected
+
+
+def edges(plan, parts, rank):
+    """Of each wave, the tokens at the first position of a rank's shards."""
+    shares = plan.shares(rank)
+    waves = parts[rank].split([share.tokens for share in shares], dim=1)
+    return [wave[:, : len(share.rows)] for share, wave in zip(shares, waves, strict=True)]
+
+
+def rolled(plan, parts, rank):
+    """A rank's rolled stream; the edges are looked up in the others' streams."""
+    shares = plan.shares(rank)
+
+    def edge_of_next(share, edge):
+        wave = shares.index(share)
+        assert torch.equal(edge, edges(plan, parts, rank)[wave])
+        if share.rank_in_group == share.group_size - 1:
+            return torch.zeros_like(edge)
+        return edges(plan, parts, rank + 1)[wave]
+
+    return roll_stream(plan, rank, parts[rank], edge_of_next)
+
+
+@given(plans())
+def test_rolled_streams_are_those_of_the_rolled_micro_batch_and_may_be_rolled_again(plan):
+    batch = 1 + numbered(plan)
+    parts = streams(plan, batch)
+    for _ in range(2):
+        batch = torch.cat([batch[:, 1:], torch.zeros_like(batch[:, :1])], dim=1)
+        parts = [rolled(plan, parts, rank) for rank in range(plan.ranks)]
+        assert all(map(torch.equal, parts, streams(plan, batch)))
 
 
 def test_streams_of_two_rows_on_two_ranks_by_hand():

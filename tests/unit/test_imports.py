@@ -13,7 +13,16 @@ from megatron_basp import cpu
 from megatron_basp.errors import ConfigurationError
 
 PACKAGE = Path(__file__).parents[2] / "megatron_basp"
-PURE = ["errors", "ledger", "plan", "text_files", "atomic_files", "megatron.settings", "megatron.refusals"]
+PURE = [
+    "errors",
+    "documents",
+    "ledger",
+    "plan",
+    "text_files",
+    "atomic_files",
+    "megatron.settings",
+    "megatron.refusals",
+]
 
 
 def in_a_fresh_interpreter(code: str) -> None:

@@ -3,30 +3,11 @@
 import pytest
 
 from megatron_basp.megatron.report import plain_flags, print_plan
-from megatron_basp.megatron.settings import Settings
 from megatron_basp.plan import Limits, plan_batch
+from tests.settings import small_settings
 
 ONE_HOST = dict.fromkeys(range(8), "a")
 TWO_HOSTS = {rank: "ab"[rank // 4] for rank in range(8)}
-
-
-def run(micro_batch_size, **changes):
-    """8 context-parallel ranks, sequences of 64 tokens, 8 heads."""
-    values = {
-        "mode": "basp",
-        "ranks": 8,
-        "limits": Limits(8, 8),
-        "seq_length": 64,
-        "micro_batch_size": micro_batch_size,
-        "eval_micro_batch_size": micro_batch_size,
-        "global_batch_size": 2 * micro_batch_size,
-        "data_parallel_size": 1,
-        "tensor_model_parallel_size": 1,
-        "domain_devices": None,
-        "per_token_loss": False,
-        "ledger": None,
-    }
-    return Settings(**values | changes)
 
 
 @pytest.fixture
@@ -66,7 +47,7 @@ def test_plain_flags_say_where_stock_all_to_all_refuses_the_key_value_heads():
 
 
 def test_two_sequences_share_four_ranks_each(printed):
-    text = printed(run(2))
+    text = printed(small_settings(2))
     assert text.startswith("sequence parallelism by groups: basp")
     assert "context-parallel ranks N 8" in text
     assert "samples an iteration 4 = B 2 · DP 1 · 2 micro-batches" in text
@@ -79,7 +60,7 @@ def test_two_sequences_share_four_ranks_each(printed):
 
 
 def test_three_sequences_go_in_two_waves_that_no_plain_flags_do(printed):
-    text = printed(run(3))
+    text = printed(small_settings(3))
     assert "tokens a rank T 24" in text
     assert "sequences at K = 4: 2 g = 2 groups" in text
     assert "sequences at K = 8: 1 g = 1 groups a CP group: ranks [0, 1, 2, 3, 4, 5, 6, 7]" in text
@@ -88,7 +69,7 @@ def test_three_sequences_go_in_two_waves_that_no_plain_flags_do(printed):
 
 
 def test_eight_sequences_need_no_exchange(printed):
-    text = printed(run(8))
+    text = printed(small_settings(8))
     assert "tokens a rank T 64" in text
     assert "sequences at K = 1: 8 g = 8 groups a CP group: ranks [0], [1], [2], [3] and 4 more" in text
     assert "and 4 more; nothing is exchanged" in text
@@ -96,24 +77,24 @@ def test_eight_sequences_need_no_exchange(printed):
 
 
 def test_groups_that_leave_a_host_are_counted(printed):
-    text = printed(run(3), domain_of_rank=TWO_HOSTS)
+    text = printed(small_settings(3), domain_of_rank=TWO_HOSTS)
     assert "[0, 1, 2, 3], [4, 5, 6, 7]; each inside one host" in text
     assert "[0, 1, 2, 3, 4, 5, 6, 7]; 1 of 1 cross the border of a host" in text
 
 
 def test_a_domain_that_the_user_named_is_called_by_its_size(printed):
-    text = printed(run(1, domain_devices=4), domain_of_rank=TWO_HOSTS)
+    text = printed(small_settings(1, domain_devices=4), domain_of_rank=TWO_HOSTS)
     assert "1 of 1 cross the border of a domain of 4 devices" in text
 
 
 def test_groups_of_every_context_parallel_group_are_shown(printed):
     strided = ((0, 2, 4, 6), (1, 3, 5, 7))
-    text = printed(run(2, ranks=4, data_parallel_size=2, global_batch_size=8), cp_groups=strided)
+    text = printed(small_settings(2, ranks=4, data_parallel_size=2, global_batch_size=8), cp_groups=strided)
     assert "samples an iteration 8 = B 2 · DP 2 · 2 micro-batches" in text
     assert "sequences at K = 2: 2 g = 2 groups a CP group: ranks [0, 2], [4, 6], [1, 3], [5, 7]; each" in text
 
 
 def test_evaluation_at_another_batch_size_has_a_section_of_its_own(printed):
-    training, evaluation = printed(run(2, eval_micro_batch_size=8)).split("micro-batch B, evaluation")
+    training, evaluation = printed(small_settings(2, eval_micro_batch_size=8)).split("micro-batch B, evaluation")
     assert "sequences at K = 4: 2" in training
     assert evaluation.startswith(" 8 sequences of S = 64 tokens") and "sequences at K = 1: 8" in evaluation

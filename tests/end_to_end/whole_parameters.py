@@ -1,0 +1,46 @@
+"""Parameters and gradients as whole tensors, whichever wrapper holds them: Megatron-FSDP leaves a rank a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter that the optimizer steps, by its name under Megatron's DDP. All ranks must ask together."""
+    for index, chunk in enumerate(model):
+        if is_sharded(chunk):
+            for name, parameter in chunk.param_and_grad_buffer.optimizer_named_parameters:
+                yield f"{index}.module.{name}", _whole(parameter)
+        else:
+            yield from ((f"{index}.{name}", p.detach().clone()) for name, p in chunk.named_parameters())
+
+
+def named_gradients(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The gradients with which the latest step was made, by the same names; all ranks must ask together."""
+    for index, chunk in enumerate(model):
+        if is_sharded(chunk):
+            for name, gradient in chunk.param_and_grad_buffer.dist_main_grad.items():
+                yield f"{index}.module.{name}", _whole(gradient)
+        else:
+            yield from ((f"{index}.{name}", p.main_grad.clone()) for name, p in chunk.named_parameters())
+
+
+def is_sharded(chunk: Any) -> bool:
+    return hasattr(chunk, "param_and_grad_buffer")
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """A DTensor's shards over the data-parallel ranks, side by side: Megatron-FSDP cuts between rows of the first
+    dimension, into parts of different size. Tensor-parallel ranks keep their parts."""
+    mesh = tensor.device_mesh
+    local: torch.Tensor = tensor.to_local().detach().clone()
+    if tensor.placements[mesh.mesh_dim_names.index("dp_cp")].is_shard():
+        group = mesh.get_group("dp_cp")
+        shards: list[Any] = [None] * group.size()
+        dist.all_gather_object(shards, local, group=group)
+        local = torch.cat(shards)
+    return local
