@@ -14,8 +14,8 @@ import math
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.settings import Settings
 
-# What the GEMMs of a recipe divide by (`get_fp8_align_size` in `core/fp8_utils.py`). The gradient of a weight sums over
-# tokens, so it holds for their number too.
+# What the sizes of a recipe's GEMMs are multiples of (`get_fp8_align_size` in `core/fp8_utils.py`). The gradient of a
+# weight sums over tokens, so it holds for their number too.
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
@@ -35,7 +35,7 @@ def check_fp8(args: argparse.Namespace, settings: Settings) -> None:
             whole = alignment * settings.ranks
             factor = math.lcm(whole // math.gcd(whole, batch_size), 2 * settings.ranks)
             raise ConfigurationError(
-                f"--fp8-recipe {args.fp8_recipe} needs T % {alignment} to be 0 for the T = B·S/N tokens on a rank, got "
-                f"T={plan.tokens} from B={batch_size}, S={settings.seq_length} and N={settings.ranks}: the next "
+                f"--fp8-recipe {args.fp8_recipe} needs T % {alignment} to be 0 for the T = B·S/N tokens on a rank, "
+                f"got T={plan.tokens} from B={batch_size}, S={settings.seq_length} and N={settings.ranks}: the next "
                 f"--seq-length that works is {-(-settings.seq_length // factor) * factor}"
             )

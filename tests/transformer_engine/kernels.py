@@ -21,7 +21,7 @@ from torch import Tensor
 
 def install() -> None:
     os.environ["NVTE_PLUGIN"] = __name__
-    import transformer_engine.pytorch
+    import transformer_engine.pytorch  # noqa: F401
     import transformer_engine_torch as tex
 
     assert tex.generic_gemm is generic_gemm, "Transformer Engine was imported before, or its plugin seam has changed"
@@ -214,9 +214,7 @@ def multi_tensor_l2norm(
     return torch.tensor([math.sqrt(sum(x.double().square().sum().item() for x in tensor_lists[0]))]), None
 
 
-def multi_tensor_scale(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float
-) -> None:
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float) -> None:
     for source, target in zip(*tensor_lists, strict=True):
         target.copy_(source * scale)
 

@@ -67,7 +67,8 @@ def draw(rows: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
     """Query, key, value and a gradient of the output, [S, rows, heads, d]; the same on all ranks."""
     generator = torch.Generator().manual_seed(rows)
     return tuple(
-        torch.randn(S, rows, h, D, generator=generator, dtype=torch.float64) for h in (heads, kv_heads, kv_heads, heads)
+        torch.randn(S, rows, h, D, generator=generator, dtype=torch.float64)
+        for h in (heads, kv_heads, kv_heads, heads)
     )
 
 

@@ -41,7 +41,11 @@ def recorded(attend: Callable[[], Tensor]) -> dict[str, Any]:
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     record: dict[str, Any] = {}
-    forward, get_qkv_layout, attention_params = DotProductAttention.forward, utils.get_qkv_layout, utils.AttentionParams
+    forward, get_qkv_layout, attention_params = (
+        DotProductAttention.forward,
+        utils.get_qkv_layout,
+        utils.AttentionParams,
+    )
 
     def recording_forward(self: Any, *tensors: Any, **arguments: Any) -> Any:
         assert not record, "one call"
