@@ -65,8 +65,8 @@ def test_recipe_amax_group_and_tokens_are_those_of_stock_context_parallelism(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str
 ) -> None:
     flags = (
-        f"{GQA} {ROPE} --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe {recipe} --train-iters 1 "
-        f"{batch(1, data_parallel=2)} {cp(2)}"
+        f"{GQA} {ROPE} --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe {recipe} "
+        f"--train-iters 1 {batch(1, data_parallel=2)} {cp(2)}"
     )
     asked = {}
     for kind, run in {"stock": trainer.stock, "planned": trainer.planned}.items():
