@@ -148,7 +148,10 @@ REFUSALS = (
 
 # What is exact with the newest release, and was not shown to be with these minor versions.
 REFUSED_WITH = {
-    "0.18": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
+    "0.18": (
+        Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),
+        Refusal("sft", _unset, "packed rows; use megatron-core 0.19"),
+    ),
 }
 # Fields of a model's configuration that no flag sets.
 CONFIG_REFUSALS = (
