@@ -48,6 +48,7 @@ _OTHER_BATCH = (
 )
 _OTHER_MIXING = "it mixes along the sequence without core attention, so ranks would miss each other's tokens"
 _SINCE_0_19 = ("0.19", "0.20")
+_SINCE_0_20 = ("0.20",)
 
 # The flags with which rows hold several documents.
 PACKING = ("--sft", "--dataloader-inter-document-masking")
@@ -81,6 +82,11 @@ REFUSALS = (
     Refusal("experimental_attention_variant", _unset, _OTHER_MIXING),
     Refusal("window_size", _looks_back, "a causal window looks back only; pass LEFT,0 with LEFT of 0 or more"),
     Refusal("fused_residual_rmsnorm", _unset, _NOT_PROVEN),
+    Refusal(
+        "mtp_hsm", _unset, f"it draws for each token which hidden states to mix; {_NOT_PROVEN}", None, _SINCE_0_20
+    ),
+    Refusal("enable_mhc_connections", _unset, f"hyper-connections; {_NOT_PROVEN}", versions=_SINCE_0_20),
+    Refusal("output_logit_dtype", _unset, _NOT_PROVEN, versions=_SINCE_0_20),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),
@@ -115,6 +121,7 @@ REFUSALS = (
     ),
     Refusal("moe_router_force_biased", _unset, f"random routing of ranks that share a sequence; {_NOT_PROVEN}"),
     Refusal("moe_input_jitter_eps", _unset, f"noise of ranks that share a sequence; {_NOT_PROVEN}"),
+    Refusal("moe_use_grouped_tensor", _unset, _NOT_PROVEN, versions=_SINCE_0_20),
     Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
     # Parallelism and precision.
     Refusal(
@@ -154,7 +161,10 @@ REFUSALS = (
 
 # What is exact with the newest release, and was not shown to be with these minor versions.
 REFUSED_WITH = {
-    "0.18": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
+    "0.18": (
+        Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),
+        Refusal("sft", _unset, "packed rows; use megatron-core 0.19"),
+    ),
 }
 # Fields of a model's configuration that no flag sets.
 CONFIG_REFUSALS = (
