@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.megatron.refusals import refuse_unsupported, refuse_unsupported_packing
+from megatron_basp.megatron.refusals import (
+    refuse_unsupported,
+    refuse_unsupported_fsdp,
+    refuse_unsupported_packing,
+)
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.megatron.text_dataset import check_text_dataset, count_documents
 from megatron_basp.plan import Limits
@@ -82,6 +86,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
         return None
     refuse_unsupported(args, mode)
     refuse_unsupported_packing(args)
+    refuse_unsupported_fsdp(args)
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ConfigurationError(
@@ -197,10 +202,13 @@ def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, dat
 
 def check_environment(args: argparse.Namespace) -> None:
     """Raise `ConfigurationError` where a package that the flags need is not installed."""
-    if (args.num_distributed_optimizer_instances or 1) > 1 and importlib.util.find_spec("einops") is None:
-        raise ConfigurationError(
-            "--num-distributed-optimizer-instances needs einops, which is not installed: pip install einops"
-        )
+    needs_einops = {
+        "--num-distributed-optimizer-instances": (args.num_distributed_optimizer_instances or 1) > 1,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+    }
+    for flag, is_used in needs_einops.items():
+        if is_used and importlib.util.find_spec("einops") is None:
+            raise ConfigurationError(f"{flag} needs einops, which is not installed: pip install einops")
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ConfigurationError(
             "--transformer-impl transformer_engine (the default) needs Transformer Engine, which is not installed: "
