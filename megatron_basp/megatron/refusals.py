@@ -197,7 +197,7 @@ def refuse_unsupported_fsdp(args: Namespace) -> None:
     if is_alone and not args.calculate_per_token_loss:
         raise ConfigurationError(
             f"--use-megatron-fsdp with --expert-model-parallel-size {expert_parallel}: where one rank alone holds an "
-            f"expert Megatron scales its gradients anew with every micro-batch, so that TP·EP must be below the number "
+            f"expert Megatron scales its gradients anew with every micro-batch, so TP·EP must be below the number "
             f"of ranks, got {tensor_parallel}·{expert_parallel} and {ranks}: use less expert parallelism, or "
             f"--calculate-per-token-loss"
         )
