@@ -130,7 +130,6 @@ REFUSALS = (
         "ranks of a group draw from streams of their own, which was not tried with Transformer Engine's tracker of "
         "states; leave it out",
     ),
-    Refusal("use_megatron_fsdp", _unset, _NOT_PROVEN),
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
     Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
@@ -252,4 +251,43 @@ def refuse_unsupported_packing(args: Namespace) -> None:
             f"{packing} with more than 2 pipeline stages: Megatron's script reads documents on each stage, and builds "
             f"data sets on the first and the last only: use --pipeline-model-parallel-size 1 or 2, without virtual "
             f"stages or a layout"
+        )
+
+
+def refuse_unsupported_fsdp(args: Namespace) -> None:
+    """Raise `ConfigurationError` for what stock Megatron-FSDP 0.19 does not do, or does wrong without a word; it was
+    run at CP = 1 and held to Megatron's DDP."""
+    if not args.use_megatron_fsdp:
+        return
+    if args.pipeline_model_parallel_size > 1:
+        raise ConfigurationError(
+            f"--use-megatron-fsdp with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: Megatron "
+            f"leaves pipeline stages out of its device mesh and stops: use 1 stage, or --use-distributed-optimizer"
+        )
+    if (args.num_distributed_optimizer_instances or 1) > 1 and not args.overlap_grad_reduce:
+        raise ConfigurationError(
+            f"--use-megatron-fsdp with --num-distributed-optimizer-instances "
+            f"{args.num_distributed_optimizer_instances}: Megatron sums gradients over instances with "
+            f"--overlap-grad-reduce only, else each trains on its part of the batch: add it"
+        )
+    if args.ddp_average_in_collective:
+        raise ConfigurationError(
+            "--use-megatron-fsdp with --ddp-average-in-collective: Megatron takes the size of a group of experts that "
+            "is not there: leave it out"
+        )
+    ranks, tensor_parallel, expert_parallel = (
+        getattr(args, name) for name in ("world_size", "tensor_model_parallel_size", "expert_model_parallel_size")
+    )
+    is_alone = expert_parallel > 1 and ranks <= tensor_parallel * expert_parallel
+    if is_alone and not args.calculate_per_token_loss:
+        raise ConfigurationError(
+            f"--use-megatron-fsdp with --expert-model-parallel-size {expert_parallel}: where one rank alone holds an "
+            f"expert Megatron scales its gradients anew with every micro-batch, so TP·EP must be below the number "
+            f"of ranks, got {tensor_parallel}·{expert_parallel} and {ranks}: use less expert parallelism, or "
+            f"--calculate-per-token-loss"
+        )
+    if args.save is not None and args.swiglu and not (args.bf16 or args.fp16):
+        raise ConfigurationError(
+            "--use-megatron-fsdp with --save, --swiglu and fp32: Megatron cannot write that checkpoint, since it "
+            "looks for parameters behind the wrapper of mixed precision: use --bf16, or leave --save out"
         )

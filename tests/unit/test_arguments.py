@@ -45,7 +45,6 @@ FEATURES = {
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
     "te_rng_tracker": (False, True),
-    "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
@@ -82,6 +81,10 @@ def megatron_like_parser():
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    for name in ("use-megatron-fsdp", "overlap-grad-reduce", "ddp-average-in-collective", "swiglu", "bf16", "fp16"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--save")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--dataloader-inter-document-masking", action="store_true")
     for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
@@ -368,6 +371,24 @@ def test_fp8_wants_whole_blocks_of_tokens_on_a_rank_and_names_the_next_length(re
 def test_fp8_that_no_layer_would_use_is_refused():
     message = refused(f"{BASP} --fp8-format hybrid --seq-length 256", transformer_impl="local")
     assert "--fp8-format hybrid does nothing without Transformer Engine's layers" in message
+
+
+@pytest.mark.parametrize(
+    ("refused_flags", "remedied_flags"),
+    [
+        ("--pipeline-model-parallel-size 2", ""),
+        ("--num-distributed-optimizer-instances 2", "--num-distributed-optimizer-instances 2 --overlap-grad-reduce"),
+        ("--ddp-average-in-collective", ""),
+        ("--expert-model-parallel-size 16", "--expert-model-parallel-size 8"),
+        ("--expert-model-parallel-size 16", "--expert-model-parallel-size 16 --calculate-per-token-loss"),
+        ("--swiglu --save folder", "--swiglu --save folder --bf16"),
+    ],
+)
+def test_what_stock_fsdp_gets_wrong_is_refused_with_a_remedy(refused_flags, remedied_flags):
+    fsdp = f"{BASP} --use-megatron-fsdp"
+    assert refused(f"{fsdp} {refused_flags}", world_size=16).startswith("--use-megatron-fsdp with --")
+    assert accepted(f"{fsdp} {remedied_flags}", world_size=16).ranks == 8
+    assert accepted(f"{BASP} {refused_flags}", world_size=16).ranks == 8, "without FSDP it is fine"
 
 
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):
