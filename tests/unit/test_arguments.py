@@ -7,7 +7,7 @@ import pytest
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
-from megatron_basp.megatron.refusals import REFUSALS
+from megatron_basp.megatron.refusals import CONFIG_REFUSALS, REFUSALS, refuse_unsupported_config
 
 # Each refused argument: a value as Megatron has it by default (or as the remedy says), and one that must be refused.
 FEATURES = {
@@ -412,6 +412,15 @@ def test_each_unsupported_feature_is_refused_by_name_with_value_reason_and_remed
     assert message.startswith("--" + refusal.name.replace("_", "-"))
     assert f"(got {bad})" in message and f"--sequence-parallel-mode {mode}" in message
     assert message.endswith(refusal.why) and refusal.why
+
+
+@pytest.mark.parametrize("name", [refusal.name for refusal in CONFIG_REFUSALS])
+def test_a_field_of_the_configuration_that_no_flag_sets_is_refused_by_name(name):
+    config = argparse.Namespace(**{refusal.name: False for refusal in CONFIG_REFUSALS})
+    refuse_unsupported_config(config, "basp")
+    setattr(config, name, True)
+    with pytest.raises(ConfigurationError, match=rf"^{name} \(got True\) is not supported"):
+        refuse_unsupported_config(config, "basp")
 
 
 @pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS if refusal.versions is None])
