@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.ledger import Ledger
+from megatron_basp.megatron import megatron_0_18
 from megatron_basp.megatron.arguments import (
     add_arguments,
     check_data_files,
@@ -30,7 +31,11 @@ from megatron_basp.process_groups import aligned_domain_size, create_sequence_gr
 
 
 def adding_arguments(runtime: Runtime, original: Function) -> Function:
-    return lambda parser: add_arguments(original(parser))
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = add_arguments(original(parser))
+        return megatron_0_18.add_missing_arguments(parser) if megatron_minor() == "0.18" else parser
+
+    return add_megatron_arguments
 
 
 def validating_arguments(runtime: Runtime, original: Function) -> Function:

@@ -17,6 +17,7 @@ FEATURES = {
     "decoder_seq_length": (None, 64),
     "reset_attention_mask": (False, True),
     "perform_rl_step": (False, True),
+    "full_validation": (False, True),
     "multiple_validation_sets": (False, True),
     "moe_router_force_load_balancing": (False, True),
     "moe_router_force_biased": (None, 0.1),
@@ -28,6 +29,10 @@ FEATURES = {
     "experimental_attention_variant": (None, "gated_delta_net"),
     "window_size": (None, (128, 1)),
     "fused_residual_rmsnorm": (False, True),
+    "mtp_hsm": (False, True),
+    "enable_mhc_connections": (False, True),
+    "output_logit_dtype": (None, "fp32"),
+    "moe_use_grouped_tensor": (False, True),
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
     "apply_query_key_layer_scaling": (False, True),
@@ -39,7 +44,6 @@ FEATURES = {
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
     "te_rng_tracker": (False, True),
-    "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
@@ -76,13 +80,17 @@ def megatron_like_parser():
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
-    parser.add_argument("--full-validation", action="store_true")
+    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    for name in ("use-megatron-fsdp", "overlap-grad-reduce", "ddp-average-in-collective", "swiglu", "bf16", "fp16"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--save")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--dataloader-inter-document-masking", action="store_true")
     for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--mtp-num-layers", type=int)
+    parser.add_argument("--multi-latent-attention", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--expert-tensor-parallel-size", type=int)
     parser.add_argument("--moe-expert-capacity-factor", type=float)
@@ -268,12 +276,6 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
         accepted(f"{BASP} {remedy}")
 
 
-def test_full_validation_reads_one_sequence_at_a_time():
-    message = refused(f"{BASP} --full-validation")
-    assert "--full-validation" in message and "B=3" in message and message.endswith("set --eval-micro-batch-size 1")
-    assert accepted(f"{BASP} --full-validation --eval-micro-batch-size 1").batch_sizes() == (3, 1)
-
-
 @pytest.mark.parametrize("flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-ledger sent.json"])
 def test_our_flags_without_a_mode_are_refused_by_name(flag):
     name = flag.split()[0]
@@ -369,6 +371,24 @@ def test_fp8_wants_whole_blocks_of_tokens_on_a_rank_and_names_the_next_length(re
 def test_fp8_that_no_layer_would_use_is_refused():
     message = refused(f"{BASP} --fp8-format hybrid --seq-length 256", transformer_impl="local")
     assert "--fp8-format hybrid does nothing without Transformer Engine's layers" in message
+
+
+@pytest.mark.parametrize(
+    ("refused_flags", "remedied_flags"),
+    [
+        ("--pipeline-model-parallel-size 2", ""),
+        ("--num-distributed-optimizer-instances 2", "--num-distributed-optimizer-instances 2 --overlap-grad-reduce"),
+        ("--ddp-average-in-collective", ""),
+        ("--expert-model-parallel-size 16", "--expert-model-parallel-size 8"),
+        ("--expert-model-parallel-size 16", "--expert-model-parallel-size 16 --calculate-per-token-loss"),
+        ("--swiglu --save folder", "--swiglu --save folder --bf16"),
+    ],
+)
+def test_what_stock_fsdp_gets_wrong_is_refused_with_a_remedy(refused_flags, remedied_flags):
+    fsdp = f"{BASP} --use-megatron-fsdp"
+    assert refused(f"{fsdp} {refused_flags}", world_size=16).startswith("--use-megatron-fsdp with --")
+    assert accepted(f"{fsdp} {remedied_flags}", world_size=16).ranks == 8
+    assert accepted(f"{BASP} {refused_flags}", world_size=16).ranks == 8, "without FSDP it is fine"
 
 
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):

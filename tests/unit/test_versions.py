@@ -10,22 +10,22 @@ from megatron_basp.megatron.refusals import REFUSALS, REFUSED_WITH, refuse_unsup
 from megatron_basp.megatron.versions import RELEASED, SUPPORTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
-SOME_HAVE = [refusal.name for refusal in REFUSALS if refusal.versions is not None]
+SOME_HAVE = {refusal.name: refusal.versions for refusal in REFUSALS if refusal.versions is not None}
 
 
 def test_a_feature_not_shown_with_a_version_is_refused_with_that_one_only():
-    args = Namespace(mtp_num_layers=1, **{name: None for name in SOME_HAVE})
+    args = Namespace(mtp_num_layers=1, sft=False, **dict.fromkeys(SOME_HAVE))
     with pytest.raises(ConfigurationError, match=r"^--mtp-num-layers \(got 1\) .* and Megatron-Core 0\.18: .*0\.19"):
         refuse_unsupported_with("0.18", args, "basp")
     refuse_unsupported_with("0.19", args, "basp")
-    refuse_unsupported_with("0.18", Namespace(mtp_num_layers=None), "basp")
+    refuse_unsupported_with("0.18", Namespace(mtp_num_layers=None, sft=False), "basp")
 
 
 @pytest.mark.parametrize("name", SOME_HAVE)
 def test_an_argument_that_only_some_versions_have_is_not_passed_over_in_these(name):
-    args = Namespace(**{other: None for other in SOME_HAVE if other != name})
+    args = Namespace(**dict.fromkeys(SOME_HAVE.keys() - {name}))
     with pytest.raises(AttributeError, match=f"'{name}'"):
-        refuse_unsupported_with("0.19", args, "basp")
+        refuse_unsupported_with(SOME_HAVE[name][0], args, "basp")
 
 
 def test_tables_name_supported_versions_and_no_argument_twice():

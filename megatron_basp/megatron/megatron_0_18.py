@@ -1,17 +1,23 @@
-"""The GPT model for `pretrain()` of Megatron 0.18, which takes a function that builds it; later ones take its
-configuration. To go when 0.18 does."""
+"""What Megatron 0.18 has in another form than later ones. To go when its support does."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
 
-# Arguments that ask for other models than this.
+# Arguments that ask for other models than the one built here, or for another script.
 _OTHERS = (
-    *("spec", "mtp_num_layers", "experimental_attention_variant"),
+    *("spec", "mtp_num_layers", "experimental_attention_variant", "sft"),
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
 )
+
+
+def add_missing_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Arguments that came later, as they are where nobody asks for them; there is no flag for them."""
+    parser.set_defaults(dataloader_inter_document_masking=False)
+    return parser
 
 
 def build_gpt_model(
@@ -22,6 +28,8 @@ def build_gpt_model(
     pg_collection: Any = None,
 ) -> Any:
     """One chunk of the model that Megatron's arguments describe, as `gpt_builders.py` of its 0.18 makes it.
+
+    `pretrain()` of 0.18 takes a function that builds it, where later ones take its configuration.
 
     Raises:
         ConfigurationError: they describe another one.
