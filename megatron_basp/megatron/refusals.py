@@ -99,7 +99,6 @@ REFUSALS = (
         "transformer_impl", lambda value: value in ("local", "transformer_engine"), "use local or transformer_engine"
     ),
     # Experts.
-    Refusal("expert_tensor_parallel_size", lambda value: value is None, _NOT_PROVEN),
     Refusal(
         "moe_token_dispatcher_type",
         lambda value: value in (None, "allgather", "alltoall"),
@@ -195,11 +194,7 @@ def refuse_unsupported_with(minor: str, args: Namespace, mode: str) -> None:
 def refuse_unsupported_config(config: Any, mode: str) -> None:
     """The same for a model's configuration, fields of which a script may have set after the arguments were parsed."""
     # Left unset, these stand for the tensor-parallel size by then.
-    resolved = (
-        "tensor_parallel_num_weight_shards",
-        "expert_tensor_parallel_num_weight_shards",
-        "expert_tensor_parallel_size",
-    )
+    resolved = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
     for refusal in REFUSALS:
         if hasattr(config, refusal.name) and refusal.name not in resolved:
             _refuse(refusal, getattr(config, refusal.name), mode)

@@ -85,6 +85,29 @@ def test_expert_parallel_ranks_train_as_data_parallel_ones(
     assert_same_samples(run, reference)
 
 
+@pytest.mark.supports(
+    "Experts",
+    "tensor parallelism with `--sequence-parallel`; `--expert-tensor-parallel-size`, EP over TP ranks",
+    "the same without context parallelism",
+)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2",
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-1 "
+        "--moe-z-loss-coeff 1e-3 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32 --calculate-per-token-loss",
+    ],
+)
+def test_experts_of_tensor_parallel_ranks_train_as_without_context_parallelism(trainer: Trainer, flags: str) -> None:
+    flags = (
+        f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --tensor-model-parallel-size 2 "
+        f"--sequence-parallel {flags}"
+    )
+    run = trainer.planned(f"{flags} {cp(2)}", ranks=4, mask="uneven")
+    assert_same_training(run, trainer.stock(flags, ranks=2, mask="uneven"))
+
+
 @pytest.mark.supports("Experts", "capacity factor, with padding to it, where K = 1", "stock with DP for CP")
 @pytest.mark.parametrize(
     ("flags", "rows"),

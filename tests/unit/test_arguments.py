@@ -38,7 +38,6 @@ FEATURES = {
     "apply_query_key_layer_scaling": (False, True),
     "position_embedding_type": ("learned_absolute", "mrope"),
     "transformer_impl": ("transformer_engine", "inference_optimized"),
-    "expert_tensor_parallel_size": (None, 1),
     "moe_token_dispatcher_type": ("allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "sinkhorn"),
     "moe_expert_rank_capacity_factor": (None, 1.0),
@@ -93,6 +92,7 @@ def megatron_like_parser():
     parser.add_argument("--mtp-num-layers", type=int)
     parser.add_argument("--multi-latent-attention", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.add_argument("--expert-tensor-parallel-size", type=int)
     parser.add_argument("--moe-expert-capacity-factor", type=float)
     parser.add_argument("--fp8-format", dest="fp8")
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
