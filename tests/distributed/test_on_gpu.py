@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_basp.attention import BaspAttention, CausalSDPA
+from megatron_basp.attention import BaspAttention
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import PlanHolder
+from megatron_basp.sdpa import CausalSDPA
 from tests.distributed.small_attention import SCALE, Case, groups_of_all_ranks, relative_error, stream_of
 
 pytestmark = [
