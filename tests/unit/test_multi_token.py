@@ -11,8 +11,8 @@ from megatron_basp.ledger import Exchange, Ledger
 from megatron_basp.megatron.multi_token import attentions_in_a_pass, number_behind_decoder, weighing_losses
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import check_exchanges
-from megatron_basp.megatron.settings import Settings
 from megatron_basp.plan import Limits, PlanHolder, plan_batch
+from tests.settings import small_settings
 
 
 def layers(count):
@@ -68,6 +68,6 @@ def test_prediction_without_labels_is_refused():
         raise AssertionError
 
     runtime = Runtime()
-    runtime.set_settings(Settings("basp", 2, Limits(2, 2), 8, 1, 1, 1, 1, 1, None, False, None))
+    runtime.set_settings(small_settings())
     with pytest.raises(ValueError, match="without labels"):
         weighing_losses(runtime, process_mtp_loss)(None, None, None, None, SimpleNamespace())
