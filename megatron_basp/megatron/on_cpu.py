@@ -174,9 +174,13 @@ def _with_a_step_for_each_parameter(original: Callable[..., Any]) -> Callable[..
 
 
 def _without_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """It comes with the groups of parameters; among the tensors it is missing, or that of the fresh optimizer."""
+    """It comes with the groups of parameters; among the tensors it is missing, or that of the fresh optimizer.
+
+    Without gradients, since the main parameter of an fp32 model is a view of the model's.
+    """
 
     @functools.wraps(original)
+    @torch.no_grad()
     def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
         original(self, model_param, {**tensors, "step": None})
 

@@ -182,9 +182,9 @@ def interrupt_after_three_steps() -> None:
 @pytest.mark.slow
 @pytest.mark.supports("Checkpoints", "`--exit-signal-handler`", "the uninterrupted run")
 def test_an_interrupted_run_goes_on_as_the_uninterrupted_one(trainer: Trainer, saved: Saved, tmp_path: Path) -> None:
-    flags = f"{FLAGS} {B3} {cp(4)}"
     interrupted = trainer.planned(
-        f"{flags} --save {tmp_path} --exit-signal-handler", ranks=4, sabotage=interrupt_after_three_steps
+        f"{saving(tmp_path)} {B3} {cp(4)} --exit-signal-handler", ranks=4, sabotage=interrupt_after_three_steps
     )
     assert len(interrupted[-1].losses) == 3
-    assert_goes_on(trainer.planned(f"{flags} --load {tmp_path}", ranks=4), saved.run, steps=ITERATIONS - 3)
+    run = trainer.planned(f"{FLAGS} --load {tmp_path} {B3} {cp(4)}", ranks=4)
+    assert_goes_on(run, saved.run, steps=ITERATIONS - 3)
