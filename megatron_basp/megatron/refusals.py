@@ -105,6 +105,7 @@ REFUSALS = (
     Refusal("overlap_moe_expert_parallel_comm", _unset, "it schedules attention by itself; leave it out"),
     # Parallelism and precision.
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
+    Refusal("outer_dp_sharding_strategy", lambda value: value in (None, "no_shard"), _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
     Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
     Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN),
