@@ -130,6 +130,7 @@ REFUSALS = (
         "states; leave it out",
     ),
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
+    Refusal("outer_dp_sharding_strategy", lambda value: value in (None, "no_shard"), _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
     Refusal("tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),
     Refusal("expert_tensor_parallel_num_weight_shards", _one, _NOT_PROVEN, versions=_SINCE_0_19),

@@ -63,9 +63,8 @@ def test_ranks_that_hold_shards_of_the_parameters_train_as_one(
         pytest.param(
             f"optim_grads_params {INSTANCES}",
             4,
-            marks=shows("Megatron-FSDP, several instances, `--outer-dp-sharding-strategy`"),
+            marks=shows("Megatron-FSDP, several instances"),
         ),
-        (f"optim_grads_params {INSTANCES} --outer-dp-sharding-strategy optim", 4),
     ],
 )
 def test_each_way_of_sharding_trains_as_one_rank(trainer: Trainer, fsdp: str, ranks: int) -> None:

@@ -45,6 +45,7 @@ FEATURES = {
     "overlap_moe_expert_parallel_comm": (False, True),
     "te_rng_tracker": (False, True),
     "use_torch_fsdp2": (False, True),
+    "outer_dp_sharding_strategy": ("no_shard", "optim"),
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
     "expert_tensor_parallel_num_weight_shards": (None, 2),
