@@ -142,7 +142,8 @@ def test_a_model_like_qwen3_moe_trains_as_one_rank(trainer: Trainer) -> None:
 
 @pytest.mark.supports(
     "Experts",
-    "dense layers first, shared experts, groups of experts, bias and `seq_aux_loss`, on MLA (DeepSeek-V3)",
+    "dense layers first, shared experts, groups of experts, bias and `seq_aux_loss`, on MLA, predicting two tokens "
+    "(DeepSeek-V3)",
     "stock with the same experts and DP for CP",
 )
 def test_a_model_like_deepseek_v3_trains_as_data_parallel_ranks(trainer: Trainer) -> None:
@@ -154,7 +155,7 @@ def test_a_model_like_deepseek_v3_trains_as_data_parallel_ranks(trainer: Trainer
         "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid "
         "--moe-router-topk-scaling-factor 2.5 --moe-router-enable-expert-bias "
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 "
-        "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+        "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --mtp-num-layers 1"
     )
     run = trainer.planned(f"{flags} {batch(3, micro_batches=4)} {cp(4)}", ranks=4)
     assert_same_training(run, trainer.stock(f"{flags} {batch(3, 1, data_parallel=4)}", ranks=4))
