@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from megatron_basp.megatron import fsdp_on_cpu
 from megatron_basp.megatron.seam import replace
 
 
@@ -45,6 +46,7 @@ def install() -> None:
         ["config"],
         _norm_that_marks_its_parameters,
     )
+    fsdp_on_cpu.install()
 
 
 def _norm_that_marks_its_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
