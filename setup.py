@@ -16,7 +16,7 @@ setup(
     packages=find_packages(include=["megatron_basp*"]),
     entry_points={"console_scripts": ["megatron-basp = megatron_basp.cli.main:main"]},
     install_requires=[
-        "megatron-core[training]>=0.19,<0.20",
+        "megatron-core[training]>=0.18,<0.20",
         "torch",
         "numpy",
         "PyYAML",

@@ -7,22 +7,19 @@ order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v]. Where rows are packed it gets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from itertools import pairwise
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_basp.all_to_all import ExchangeGroup, heads_to_sequence, sequence_to_heads
-from megatron_basp.documents import Boundaries, Documents
+from megatron_basp.documents import Documents
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import PlanHolder, Share
 from megatron_basp.process_groups import SequenceGroups
-
-Kernel = Callable[..., Tensor]  # (query, key, value), and (…, documents) of packed rows
+from megatron_basp.sdpa import Kernel
 
 
 class BaspAttention(torch.nn.Module):
@@ -33,6 +30,7 @@ class BaspAttention(torch.nn.Module):
         plan_holder: where the plan of the current micro-batch is found.
         kernels: the local attention for each K that plans may use.
         ledger, layer: where the exchanges are written down.
+        softmax_offset: the logit of each head's attention sink, [H], a parameter where they are learnt; None without.
     """
 
     def __init__(
@@ -42,6 +40,7 @@ class BaspAttention(torch.nn.Module):
         kernels: Mapping[int, Kernel],
         ledger: Ledger,
         layer: int,
+        softmax_offset: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -51,6 +50,7 @@ class BaspAttention(torch.nn.Module):
         self.kernels = dict(kernels)
         self.ledger = ledger
         self.layer = layer
+        self.softmax_offset = softmax_offset
 
     def forward(
         self,
@@ -111,10 +111,12 @@ class BaspAttention(torch.nn.Module):
         self, share: Share, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """[t, heads, d] of this rank's part of a wave -> [t, H, d_v]."""
-        rows = len(share.rows)
-        kernel = self.kernels[share.group_size]
+        kernel, rows = self.kernels[share.group_size], len(share.rows)
         if documents is not None:
             kernel = partial(kernel, documents=documents.of_rows(share.rows))
+        if self.softmax_offset is not None:
+            # Those of this rank's heads, [H/K]. The gradients of all ranks' parts sum up in Megatron's reduction.
+            kernel = partial(kernel, softmax_offset=self.softmax_offset.chunk(share.group_size)[share.rank_in_group])
         if share.group_size == 1:
             return self._run_kernel(kernel, rows, query, key, value)
         where = ExchangeGroup(self.groups.by_size[share.group_size], share.tokens_per_rank, self.ledger, self.layer)
@@ -132,58 +134,3 @@ class BaspAttention(torch.nn.Module):
             if isinstance(kernel, torch.nn.Module):
                 kernel.train(mode)
         return super().train(mode)
-
-
-class CausalSDPA:
-    """Torch's scaled dot-product attention as a kernel: causal, grouped queries, `sbhd` in and out.
-
-    Args:
-        window: tokens before its own that a query sees, or None for all of them.
-    """
-
-    def __init__(self, softmax_scale: float, window: int | None = None) -> None:
-        self.softmax_scale = softmax_scale
-        self.window = window
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[Boundaries] | None = None
-    ) -> Tensor:
-        if documents is not None:
-            return by_document(self, query, key, value, documents)
-        # [S, rows, h, d] -> [rows, h, S, d]
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mask = None if self.window is None else sliding_window(query.shape[2], self.window, query.device)
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.permute(2, 0, 1, 3).flatten(2)
-
-
-def by_document(attend: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[Boundaries]) -> Tensor:
-    """Attention over each document of each row by itself.
-
-    Args:
-        attend: attention over whole rows, [S, rows, h, d] -> [S, rows, h·d_v].
-        documents: of each of the rows.
-    """
-    outputs = []
-    for row, boundaries in enumerate(documents):
-        whole = [x[:, row : row + 1] for x in (query, key, value)]
-        outputs.append(torch.cat([attend(*(x[start:stop] for x in whole)) for start, stop in pairwise(boundaries)]))
-    return torch.cat(outputs, dim=1)
-
-
-@lru_cache(maxsize=1)
-def sliding_window(length: int, window: int, device: torch.device) -> Tensor:
-    """What each query (row) sees of the keys: itself and `window` tokens before it, [S, S] bool.
-
-    A byte for each pair of tokens: for the lengths of tests and demos. On a GPU Transformer Engine needs no mask.
-    """
-    seen = torch.ones(length, length, dtype=torch.bool, device=device)
-    return seen.tril().triu(-window)

@@ -26,6 +26,11 @@ def _rows_and_positions(plan: BatchPlan, rank: int, device: torch.device) -> tup
     return torch.cat(rows).to(device), torch.cat(positions).to(device)
 
 
+def stream_rows(plan: BatchPlan, rank: int, device: torch.device) -> Tensor:
+    """The row of the micro-batch that every token of the stream belongs to, [T] int64."""
+    return _rows_and_positions(plan, rank, device)[0]
+
+
 def stream_positions(plan: BatchPlan, rank: int, device: torch.device) -> Tensor:
     """The position within its own sequence of every token of the stream, [T] int64."""
     return _rows_and_positions(plan, rank, device)[1]

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from megatron_basp.errors import ConfigurationError
 
@@ -135,6 +136,18 @@ def _use_the_cpu_generator() -> None:
         module.set_rng_state = lambda state, device="cuda": torch.random.set_rng_state(state)
         module.manual_seed = generator.manual_seed
         module.manual_seed_all = generator.manual_seed
+
+    # An iterator over a loader draws a seed for its workers from the CPU's generator, and only tensor-parallel rank 0
+    # has a loader: with one generator for both, tensor-parallel ranks would drop different elements from then on, and
+    # a resumed run others than the uninterrupted one.
+    plain_init = _BaseDataLoaderIter.__init__
+
+    def __init__(self: Any, loader: Any) -> None:
+        state = generator.get_state()
+        plain_init(self, loader)
+        generator.set_state(state)
+
+    _BaseDataLoaderIter.__init__ = __init__
 
 
 class _Event:

@@ -84,7 +84,7 @@ def _prepare(options: argparse.Namespace) -> str:
 
     hooks.install()
     if os.environ.get("RANK", "0") == "0":
-        from megatron_basp.megatron.seam import megatron_version
+        from megatron_basp.megatron.versions import megatron_version
 
         print(f"> megatron_basp: Megatron-Core {megatron_version()} from {root}", flush=True)
     return script
@@ -107,7 +107,7 @@ def megatron_root() -> Path:
             if error.name not in ("megatron", name):
                 raise
             raise ConfigurationError(
-                f"{name} is not installed: pip install 'megatron-core[training]>=0.19,<0.20', or run a script of a "
+                f"{name} is not installed: pip install 'megatron-core[training]>=0.18,<0.20', or run a script of a "
                 "checkout"
             ) from error
         roots[name] = Path(str(module.__file__)).resolve().parents[2]

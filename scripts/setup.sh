@@ -3,6 +3,7 @@
 # and the cache of the user. uv installs: it keeps one copy of every package per user and links it into each clone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/package_index.sh
 
 wanted='CPython 3.12 or 3.13' # what megatron-core 0.19 has wheels for
 stamp=.venv/setup-stamp       # written last, so that an interrupted set-up has none
@@ -50,17 +51,6 @@ find_pip() {
     fail "no Python here has pip; install it (Debian: python3-pip) and run this again"
 }
 
-# Tells uv, which reads none of pip's settings, where pip gets packages. Other indexes than the main one are left out:
-# all that the lock names is on the main one.
-follow_pip_settings() {
-    local index=${PIP_INDEX_URL:-} cert=${PIP_CERT:-}
-    index=${index:-$("${pip[@]}" config get global.index-url 2>/dev/null || true)}
-    cert=${cert:-$("${pip[@]}" config get global.cert 2>/dev/null || true)}
-    [[ -z $index || -n ${UV_DEFAULT_INDEX:-} ]] || export UV_DEFAULT_INDEX=$index
-    [[ -z $cert || -n ${SSL_CERT_FILE:-} ]] || export SSL_CERT_FILE=$cert
-    export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
-}
-
 # Sets `uv`: the version in the lock, installed where no Python sees it. Built aside and moved into place whole, since
 # another clone may do the same at this moment; whoever comes second keeps the first one's.
 bootstrap_uv() {
@@ -100,7 +90,7 @@ if up_to_date; then exit; fi
 
 [[ -n $python ]] || python=$(find_python) || python=
 find_pip
-follow_pip_settings
+follow_pip_settings "${pip[@]}"
 bootstrap_uv
 [[ -n $python ]] || download_python ||
     fail "found no $wanted (looked on PATH, in ${PYENV_ROOT:-$HOME/.pyenv}/versions, /usr/local and /opt; uv could" \

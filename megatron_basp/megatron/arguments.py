@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.megatron.fp8 import check_fp8
 from megatron_basp.megatron.refusals import (
+    refuse_capacity_of_shards,
     refuse_unsupported,
     refuse_unsupported_fsdp,
     refuse_unsupported_packing,
@@ -119,6 +121,8 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
                 f"TP={settings.tensor_model_parallel_size}: use a --seq-length that is a multiple of "
                 f"{ranks * settings.tensor_model_parallel_size}"
             )
+    refuse_capacity_of_shards(args, settings.group_sizes(), mode)
+    check_fp8(args, settings)
     return settings
 
 
@@ -140,11 +144,6 @@ def _check_mapping(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     batch_size = _positive(args, "micro_batch_size")
     eval_batch_size = batch_size if args.eval_micro_batch_size is None else _positive(args, "eval_micro_batch_size")
-    if args.full_validation and eval_batch_size != 1:
-        raise ConfigurationError(
-            f"--full-validation reads one sequence at a time, and evaluation is planned for B={eval_batch_size}: set "
-            "--eval-micro-batch-size 1"
-        )
     seq_length = _positive(args, "seq_length")
     if seq_length % (2 * ranks):
         raise ConfigurationError(

@@ -7,30 +7,34 @@ asserts its head counts; else torch's SDPA.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
+from megatron_basp.attention import BaspAttention
 from megatron_basp.documents import Boundaries
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.sdpa import CausalSDPA, Kernel
 
 
 class MegatronBaspAttention(BaspAttention):
     """Takes the arguments with which Megatron builds a core attention (`core/transformer/attention.py`).
 
     Args:
+        stock: the class that Megatron would have used; attention sinks are made, and saved, by one of these.
         make_kernel: builds the kernel for one K from that many ranks' share of heads.
         runtime: the run's groups, plans and ledger.
     """
 
     def __init__(
         self,
+        stock: type[torch.nn.Module],
         make_kernel: Callable[..., Kernel],
         runtime: Runtime,
         *,
@@ -56,7 +60,39 @@ class MegatronBaspAttention(BaspAttention):
             )
             for group_size in runtime.settings.group_sizes()
         }
-        super().__init__(runtime.groups, runtime.plan_holder, kernels, runtime.ledger, layer_number)
+        sinks = []
+        if config.softmax_type != "vanilla":
+            sinks = [
+                stock(
+                    config=config,
+                    layer_number=layer_number,
+                    attn_mask_type=attn_mask_type,
+                    attention_type=attention_type,
+                    pg_collection=kernel_arguments["pg_collection"],
+                )
+            ]
+        super().__init__(
+            runtime.groups,
+            runtime.plan_holder,
+            kernels,
+            runtime.ledger,
+            layer_number,
+            softmax_offset=sinks[0].softmax_offset if sinks else None,
+        )
+        self._sinks = sinks  # in a list, so that its parameter is registered once, as ours and under stock's name
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As stock's: learnt sinks are split over tensor-parallel ranks, as heads are."""
+        if not self._sinks:
+            return {}
+        self._sinks[0].softmax_offset = self.softmax_offset
+        return self._sinks[0].sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)  # of Transformer Engine's module: FP8 state, empty
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def share_of_heads(config: Any, group_size: int) -> Any:
@@ -69,14 +105,26 @@ def share_of_heads(config: Any, group_size: int) -> Any:
     return config
 
 
-def make_sdpa(*, config: Any, layer_number: int, softmax_scale: float | None = None, **ignored: Any) -> Kernel:
-    """Torch's scaled dot-product attention; it takes any number of heads, so only scale and window are of interest."""
+def make_sdpa(
+    *,
+    config: Any,
+    layer_number: int,
+    softmax_scale: float | None = None,
+    attention_dropout: float | None = None,
+    **ignored: Any,
+) -> Kernel:
+    """Torch's scaled dot-product attention; it takes any number of heads, so only scale, window and dropout are of
+    interest. Dropout draws from the state that Megatron's own `DotProductAttention` draws from."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.utils import is_layer_window_attention
 
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     return CausalSDPA(
         softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels),
         window=config.window_size[0] if windowed else None,
+        dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
+        # With tensor-parallel sequence parallelism the whole block is within that state already.
+        dropout_state=nullcontext if config.sequence_parallel else lambda: get_cuda_rng_tracker().fork(),
     )
 
 
@@ -85,6 +133,8 @@ def make_te(te_attention: type[torch.nn.Module]) -> Callable[..., Kernel]:
 
     def make(*, attn_mask_type: Any, **arguments: Any) -> Kernel:
         module = te_attention(attn_mask_type=attn_mask_type, cp_comm_type=None, **arguments)
+        if getattr(module, "softmax_offset", None) is not None:
+            del module.softmax_offset  # a parameter, maybe; it is given the slice of the layer's own before each call
         return _TEKernel(module, attn_mask_type)
 
     return make
@@ -102,7 +152,10 @@ class _TEKernel(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         documents: Sequence[Boundaries] | None = None,
+        softmax_offset: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if softmax_offset is not None:
+            self.attention.softmax_offset = softmax_offset
         if documents is None:
             return self.attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
         # Rows strung together: [S, rows, h, d] -> [rows·S, h, d], a copy where there are several rows. For `thd` the
@@ -117,7 +170,7 @@ class _TEKernel(torch.nn.Module):
         return output.reshape(rows, length, -1).transpose(0, 1)
 
 
-@functools.lru_cache(maxsize=16)  # the same for all layers of a micro-batch: a wave or two
+@lru_cache(maxsize=16)  # the same for all layers of a micro-batch: a wave or two
 def _thd_params(documents: tuple[Boundaries, ...], device: torch.device) -> Any:
     """Megatron's description of packed rows that are strung together."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -141,6 +194,19 @@ def choosing_core_attention(runtime: Runtime, original: Function) -> Function:
         if not runtime.is_active:
             return stock
         make_kernel = make_sdpa if stock is DotProductAttention else make_te(stock)
-        return functools.partial(MegatronBaspAttention, make_kernel, runtime)
+        return attention_class(stock, make_kernel, runtime)
 
     return core_attention
+
+
+def attention_class(
+    stock: type[torch.nn.Module], make_kernel: Callable[..., Kernel], runtime: Runtime
+) -> type[MegatronBaspAttention]:
+    """A class that is built from Megatron's arguments alone. (A `functools.partial` would do for plain attention;
+    multi-latent attention builds its core by `core/transformer/spec_utils.py`, which takes a class.)"""
+
+    class PlannedAttention(MegatronBaspAttention):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(stock, make_kernel, runtime, **arguments)
+
+    return PlannedAttention

@@ -12,9 +12,10 @@ from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
 from megatron_basp.megatron.multi_token import rolling, weighing_losses
 from megatron_basp.megatron.packed import packing_as_one_process, reading_documents
+from megatron_basp.megatron.router import balancing_rows
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import choosing_schedule
-from megatron_basp.megatron.seam import Function, Hook, check_version, replace
+from megatron_basp.megatron.seam import Function, Hook, replace
 from megatron_basp.megatron.start_up import (
     adding_arguments,
     creating_groups,
@@ -22,6 +23,7 @@ from megatron_basp.megatron.start_up import (
     refusing_yaml,
     validating_arguments,
 )
+from megatron_basp.megatron.versions import check_version
 
 HOOKS = (
     # From the command line to process groups.
@@ -45,6 +47,11 @@ HOOKS = (
         "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
         (),
         choosing_core_attention,
+    ),
+    Hook(
+        "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+        ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz", "with_padding_mask"),
+        balancing_rows,
     ),
     Hook(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
@@ -101,7 +108,7 @@ def install() -> Runtime:
         raise RuntimeError("the hooks are installed already: call install() once in a process, and keep its Runtime")
     runtime = Runtime()
     for hook in HOOKS:
-        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in)
+        replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in, hook.versions)
     return runtime
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
 from megatron_basp.megatron.multi_token import number_behind_decoder
-from megatron_basp.megatron.refusals import refuse_unsupported_config
+from megatron_basp.megatron.refusals import refuse_capacity_of_shards, refuse_unsupported_config
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
@@ -23,20 +23,22 @@ from megatron_basp.plan import BatchPlan
 # Modules that work on each token by itself, by the names of their classes in these packages. All others are refused.
 KNOWN_PACKAGES = frozenset({"megatron", "megatron_basp", "torch", "transformer_engine", "apex"})
 TOKEN_WISE = frozenset(
-    # Embeddings, norms, linear layers (Megatron's own, Transformer Engine's, Apex's), routing of single tokens.
+    # Embeddings, norms, linear layers, activations (Megatron's own, Transformer Engine's, Apex's), routing of single
+    # tokens.
     """
     VocabParallelEmbedding Embedding RotaryEmbedding YarnRotaryEmbedding Dropout Identity IdentityOp IdentityFuncOp
     LayerNorm RMSNorm FusedLayerNorm L2Norm TENorm
     ColumnParallelLinear RowParallelLinear TEColumnParallelLinear TERowParallelLinear TELinear
     TELayerNormColumnParallelLinear TEColumnParallelGroupedLinear TERowParallelGroupedLinear TopKRouter
+    SwiGLU GEGLU GELU
     """.split()
 )
 ROTARY = frozenset({"RotaryEmbedding", "YarnRotaryEmbedding"})
 CONTAINERS = frozenset(
     """
     GPTModel LanguageModelEmbedding TransformerBlock TransformerLayer MoETransformerLayer ModuleList SelfAttention
-    MLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
-    MultiTokenPredictionBlock MultiTokenPredictionLayer
+    MLP TEFusedMLP MoELayer SequentialMLP TEGroupedMLP GroupedMLP SharedExpertMLP StreamRotaryEmbedding
+    MultiTokenPredictionBlock MultiTokenPredictionLayer MLASelfAttention FusedMLASelfAttention
     """.split()
 )
 
@@ -51,6 +53,7 @@ def building_model(runtime: Runtime, original: Function) -> Function:
 
         arguments = signature.bind(self, *args, **kwargs).arguments
         refuse_unsupported_config(arguments["config"], runtime.settings.mode)
+        refuse_capacity_of_shards(arguments["config"], runtime.settings.group_sizes(), runtime.settings.mode)
         groups = arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
         arguments["config"], arguments["pg_collection"] = without_context_parallelism(
             arguments["config"], groups, runtime
@@ -113,6 +116,14 @@ class StreamRotaryEmbedding(torch.nn.Module):
             positions = stream_positions(plan, self.groups.cp_rank, table.device)
         table = table[positions]
         return (table, *scale) if scale else table
+
+    def get_cached_cos_sin(
+        self, seq_len: int, offset: int = 0, dtype: torch.dtype = torch.float32, packed_seq: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of the same, scaled, [T, 1, 1, dim] each: what the fused YaRN of multi-latent attention
+        reads, one row for each token (`core/fusions/fused_mla_yarn_rope_apply.py`)."""
+        table, scale = self(seq_len, offset, packed_seq)
+        return (table.cos() * scale).to(dtype), (table.sin() * scale).to(dtype)
 
 
 def without_context_parallelism(config: Any, pg_collection: Any, runtime: Runtime) -> tuple[Any, Any]:

@@ -19,12 +19,15 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, get_timers, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
+
+from megatron_basp.megatron import megatron_0_18
+from megatron_basp.megatron.versions import megatron_minor
 
 DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *DOCUMENT_KEYS)
@@ -54,7 +57,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
         batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
     batch = core_utils.get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packed,
+        packed,  # has_cu_seqlens, in 0.18 is_sft
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -68,14 +71,14 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Tens
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    cp_group = mpu.get_context_parallel_group()
+    if not packed:
+        return core_utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     batch = core_utils.flatten_batch_for_packed_sequences(batch)
     if in_the_middle:
         return dict.fromkeys(BATCH_KEYS) | {key: batch[key] for key in DOCUMENT_KEYS}
     return core_utils.get_batch_on_this_cp_rank(
-        batch,
-        is_hybrid_cp=False,
-        cp_group=mpu.get_context_parallel_group(),
-        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+        batch, is_hybrid_cp=False, cp_group=cp_group, use_per_sequence_balancing=not args.sft
     )
 
 
@@ -153,7 +156,7 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
         create_attention_mask=args.create_attention_mask_in_dataloader,
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
-        inter_document_masking=args.dataloader_inter_document_masking,
+        **({"inter_document_masking": True} if args.dataloader_inter_document_masking else {}),  # not in 0.18
     )
     dataset_type = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
 
@@ -168,9 +171,18 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
 def main() -> None:
     """Train as `sys.argv` says, in Megatron's flags."""
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    defaults, model_type = {"tokenizer_type": "GPT2BPETokenizer"}, ModelType.encoder_or_decoder
+    if megatron_minor() == "0.18":
+        args = parse_and_validate_args(megatron_0_18.add_missing_arguments, args_defaults=defaults)
+        config = pretrain_cfg_container_from_args(args)
+        build = megatron_0_18.build_gpt_model
+        pretrain(config, train_valid_test_datasets_provider, build, model_type, forward_step)
+    else:
+        from megatron.training.argument_utils import gpt_config_from_args
+
+        args = parse_and_validate_args(args_defaults=defaults)
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        pretrain(config, train_valid_test_datasets_provider, model_type, forward_step)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class Record:
     held_out_losses: one entry an evaluation, the first of them before training.
     mtp_losses, mtp_tokens: of multi-token prediction, for each step and by depth: the loss that Megatron logs, and the
         number of tokens in it.
+    expert_losses: what Megatron logs of its experts, by name: auxiliary losses, z-loss.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -30,6 +31,7 @@ class Record:
     held_out_losses: list[float] = field(default_factory=list)
     mtp_losses: list[list[float]] = field(default_factory=list)
     mtp_tokens: list[list[float]] = field(default_factory=list)
+    expert_losses: list[dict[str, float]] = field(default_factory=list)
 
 
 def record_training(after_step: Callable[[Record, Any], None] = lambda record, model: None) -> Record:
@@ -96,6 +98,22 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
         [],
         multi_token_log,
+        versions=("0.19", "0.20"),
+    )
+
+    def expert_log(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def aggregate(*args: Any, **kwargs: Any) -> Any:
+            scalars = original(*args, **kwargs)
+            record.expert_losses.append({name: float(value) for name, value in scalars.items()})
+            return scalars
+
+        return aggregate
+
+    replace(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._aggregate",
+        ["loss_scale", "metric_names"],
+        expert_log,
     )
     replace("megatron.training.training:train_step", ["forward_step_func", "data_iterator", "model"], step)
     replace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from megatron_basp.ledger import Exchange
 from megatron_basp.megatron.model import check_model
 from megatron_basp.megatron.multi_token import attentions_in_a_pass
+from megatron_basp.megatron.random_streams import streams_of_rank
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
@@ -53,14 +55,17 @@ class PlannedSchedule:
             for chunk in chunks:
                 check_model(chunk)
         before, batches_before = Counter(runtime.ledger.collectives), runtime.batches_taken
+        # Evaluation draws nothing, and must not change what training draws after it.
+        is_training = not arguments.get("forward_only", False)
         runtime.plan_holder.set(plan)
         try:
-            result = self.forward_backward_func(
-                forward_step_func=with_rescaled_loss(forward_step_func, runtime),
-                micro_batch_size=1,
-                seq_length=seq_length * micro_batch_size,
-                **arguments,
-            )
+            with streams_of_rank(runtime.groups.cp_rank) if is_training else nullcontext():
+                result = self.forward_backward_func(
+                    forward_step_func=with_rescaled_loss(forward_step_func, runtime),
+                    micro_batch_size=1,
+                    seq_length=seq_length * micro_batch_size,
+                    **arguments,
+                )
         finally:
             runtime.plan_holder.set(None)
         if unchecked:

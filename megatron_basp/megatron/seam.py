@@ -7,17 +7,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.runtime import Runtime
-
-SUPPORTED = "0.19"
+from megatron_basp.megatron.versions import REMEDY, MegatronMismatch, megatron_minor, megatron_version
 
 Function = Callable[..., Any]
 Make = Callable[[Function], Function]
 
 
 class Hook(NamedTuple):
-    """One function or method of Megatron that is replaced; `replace` explains target, parameters and also_in.
+    """One function or method of Megatron that is replaced; `replace` explains all but make.
 
     make: gets what the hooks share and the original, and returns what takes its place.
     """
@@ -26,29 +24,16 @@ class Hook(NamedTuple):
     parameters: tuple[str, ...]
     make: Callable[[Runtime, Function], Function]
     also_in: tuple[str, ...] = ()
+    versions: tuple[str, ...] | None = None
 
 
-class MegatronMismatch(ConfigurationError):
-    """A hook's target is missing or has another signature than this version of the plugin was written for."""
-
-
-def megatron_version() -> str:
-    from megatron.core.package_info import __version__
-
-    return __version__
-
-
-def check_version() -> None:
-    """Raise `MegatronMismatch` unless Megatron is a release that the hooks were tried with."""
-    version = megatron_version()
-    if not version.startswith(f"{SUPPORTED}."):
-        raise MegatronMismatch(
-            f"megatron_basp was made for Megatron-Core {SUPPORTED}, and this is {version}: use megatron-core "
-            f"{SUPPORTED}.x, or a release of megatron_basp made for this version"
-        )
-
-
-def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequence[str] = ()) -> None:
+def replace(
+    target: str,
+    parameters: Sequence[str],
+    make: Make,
+    also_in: Sequence[str] = (),
+    versions: Sequence[str] | None = None,
+) -> None:
     """Replace a function or method of Megatron.
 
     Args:
@@ -56,11 +41,14 @@ def replace(target: str, parameters: Sequence[str], make: Make, also_in: Sequenc
         parameters: names that the target must accept; a hook relies on these.
         make: gets the original, returns what takes its place.
         also_in: modules that imported the function by name, and hold a reference of their own.
+        versions: the minor versions of Megatron that have this target; with others nothing is done. None: all.
 
     Raises:
         MegatronMismatch: the target is not there, or does not take the parameters, or a module in `also_in` holds
             something else under its name.
     """
+    if versions is not None and megatron_minor() not in versions:
+        return
     holders, name, original = find(target, parameters, also_in)
     replacement = make(original)
     for holder in holders:
@@ -91,6 +79,5 @@ def find(target: str, parameters: Sequence[str], also_in: Sequence[str] = ()) ->
 
 def _mismatch(target: str, what: str) -> MegatronMismatch:
     return MegatronMismatch(
-        f"megatron_basp hooks {target}, and in Megatron-Core {megatron_version()} {what}: use megatron-core "
-        f"{SUPPORTED}.x, or a release of megatron_basp made for this version"
+        f"megatron_basp hooks {target}, and in Megatron-Core {megatron_version()} {what}: {REMEDY}"
     )

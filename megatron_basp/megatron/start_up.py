@@ -15,26 +15,34 @@ import torch.distributed as dist
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.ledger import Ledger
+from megatron_basp.megatron import megatron_0_18
 from megatron_basp.megatron.arguments import (
     add_arguments,
     check_data_files,
     check_environment,
     settings_from_arguments,
 )
+from megatron_basp.megatron.refusals import refuse_unsupported_with
 from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.megatron.versions import megatron_minor
 from megatron_basp.process_groups import aligned_domain_size, create_sequence_groups
 
 
 def adding_arguments(runtime: Runtime, original: Function) -> Function:
-    return lambda parser: add_arguments(original(parser))
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = add_arguments(original(parser))
+        return megatron_0_18.add_missing_arguments(parser) if megatron_minor() == "0.18" else parser
+
+    return add_megatron_arguments
 
 
 def validating_arguments(runtime: Runtime, original: Function) -> Function:
     def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's own signature)
         settings = settings_from_arguments(args)
         if settings is not None:
+            refuse_unsupported_with(megatron_minor(), args, settings.mode)
             check_environment(args)
             check_data_files(args)
         args.cp_comm_type = list(args.cp_comm_type)  # the marked default has done its work

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_basp.attention import BaspAttention, CausalSDPA
+from megatron_basp.attention import BaspAttention
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
 from megatron_basp.process_groups import SequenceGroups, create_sequence_groups
+from megatron_basp.sdpa import CausalSDPA
 
 RANKS = 4
 GROUP_SIZES = (1, 2, 4)
@@ -55,13 +56,17 @@ class Case:
         return query, key, normal(self.kv_heads, v_size), normal(self.heads * v_size)
 
 
-def full_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(Q·Kᵀ)·V of one process, written out. [S, B, heads, d] -> [S, B, H·d_v]."""
+def full_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor | float = 1.0) -> Tensor:
+    """softmax(Q·Kᵀ)·V of one process, written out. [S, B, heads, d] -> [S, B, H·d_v].
+
+    Args:
+        factors: of the weights, [B, H, S, S]; where dropout keeps one this is 1/(1-p), and 0 where it does not.
+    """
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     scores = SCALE * torch.einsum("sbhd,tbhd->bhst", query, key)
     future = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, -torch.inf).softmax(dim=3)
-    return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
+    return torch.einsum("bhst,tbhd->sbhd", weights * factors, value).flatten(2)
 
 
 def stream_of(plan: BatchPlan, rank: int, x: Tensor) -> Tensor:

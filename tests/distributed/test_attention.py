@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_basp.attention import BaspAttention, CausalSDPA
+from megatron_basp.attention import BaspAttention
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, PlanHolder, Wave
+from megatron_basp.sdpa import CausalSDPA
 from tests.distributed.small_attention import (
     RANKS,
     SCALE,

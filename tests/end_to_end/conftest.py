@@ -13,6 +13,11 @@ from tests.end_to_end.training import Trainer
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """Runs real `pretrain()` on a few hundred kilobytes of real text: Python's standard library."""
+    return make_trainer(tmp_path_factory.mktemp("training"))
+
+
+def make_trainer(folder: Path) -> Trainer:
+    """Imports Megatron on the CPU backend, and prepares the data that all runs share."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_basp import cpu
 
@@ -22,7 +27,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     from megatron_basp.text_files import sample_texts, standard_library_files
     from megatron_basp.tokenizer import train_tokenizer
 
-    folder = tmp_path_factory.mktemp("training")
     files: list[Path] = standard_library_files()[:40]
     tokenizer = train_tokenizer(sample_texts(files), folder / "tokenizer", vocab_size=512)
     dataset = prepare_text_dataset(files, folder / "text", tokenizer)

@@ -61,6 +61,7 @@ class RankReport:
     held_out_losses: list[float]
     mtp_losses: list[list[float]]
     mtp_tokens: list[list[float]]
+    expert_losses: list[dict[str, float]]
     samples: list[list[int]]
     gradients: list[dict[str, torch.Tensor]]
     parameters: dict[str, torch.Tensor]
@@ -156,6 +157,7 @@ def _train(argv: list[str], mask: str, install: bool, sabotage: Callable[[], Non
         record.held_out_losses,
         record.mtp_losses,
         record.mtp_tokens,
+        record.expert_losses,
         samples[:-1],
         gradients,
         parameters,
@@ -211,6 +213,11 @@ def assert_same_training(
     assert last.mtp_tokens == reference_last.mtp_tokens, "other tokens in the losses of multi-token prediction"
     for found, expected in zip(last.mtp_losses, reference_last.mtp_losses, strict=True):
         assert _largest_difference(found, expected) <= LOSS_TOLERANCE, "logged losses of multi-token prediction differ"
+    for found, expected in zip(last.expert_losses, reference_last.expert_losses, strict=True):
+        assert found.keys() == expected.keys()
+        assert all(abs(found[name] - expected[name]) <= TOLERANCE * expected[name] for name in found), (
+            f"logged losses of experts differ: {found}, not {expected}"
+        )
     peers = {report.place: report for report in reference}
     for rank, report in enumerate(run):
         peer = peers[report.place]
@@ -227,13 +234,13 @@ def assert_same_training(
 
 def assert_same_samples(run: list[RankReport], reference: list[RankReport]) -> None:
     """Each step trains on the same rows, each row once, whichever data-parallel rank reads it."""
-    assert _rows_by_step(run) == _rows_by_step(reference)
+    assert rows_by_step(run) == rows_by_step(reference)
 
 
-def _rows_by_step(reports: list[RankReport]) -> list[list[int]]:
+def rows_by_step(reports: list[RankReport]) -> list[list[int]]:
     """Ranks that read the same rows are one data-parallel replica; the rows of all replicas, sorted, for each step."""
     replicas = {tuple(map(tuple, report.samples)) for report in reports if any(report.samples)}
-    return [sorted(itertools.chain(*(replica[step] for replica in replicas))) for step in range(ITERATIONS)]
+    return [sorted(itertools.chain(*rows)) for rows in zip(*replicas, strict=True)]
 
 
 def _largest_difference(a: list[float], b: list[float]) -> float:

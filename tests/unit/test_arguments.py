@@ -7,7 +7,7 @@ import pytest
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
-from megatron_basp.megatron.refusals import REFUSALS
+from megatron_basp.megatron.refusals import CONFIG_REFUSALS, REFUSALS, refuse_unsupported_config
 
 # Each refused argument: a value as Megatron has it by default (or as the remedy says), and one that must be refused.
 FEATURES = {
@@ -17,6 +17,7 @@ FEATURES = {
     "decoder_seq_length": (None, 64),
     "reset_attention_mask": (False, True),
     "perform_rl_step": (False, True),
+    "full_validation": (False, True),
     "multiple_validation_sets": (False, True),
     "moe_router_force_load_balancing": (False, True),
     "moe_router_force_biased": (None, 0.1),
@@ -26,29 +27,32 @@ FEATURES = {
     "hybrid_layer_pattern": (None, "M*M*"),
     "hybrid_override_pattern": (None, "M*M*"),
     "experimental_attention_variant": (None, "gated_delta_net"),
-    "multi_latent_attention": (False, True),
     "window_size": (None, (128, 1)),
-    "softmax_type": ("vanilla", "learnable"),
+    "fused_residual_rmsnorm": (False, True),
+    "mtp_hsm": (False, True),
+    "enable_mhc_connections": (False, True),
+    "output_logit_dtype": (None, "fp32"),
+    "moe_use_grouped_tensor": (False, True),
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
     "apply_query_key_layer_scaling": (False, True),
     "position_embedding_type": ("learned_absolute", "mrope"),
     "transformer_impl": ("transformer_engine", "inference_optimized"),
-    "attention_dropout": (0.0, 0.1),
-    "hidden_dropout": (0.0, 0.1),
-    "expert_tensor_parallel_size": (None, 1),
     "moe_token_dispatcher_type": ("allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "sinkhorn"),
-    "moe_expert_capacity_factor": (None, 1.0),
     "moe_expert_rank_capacity_factor": (None, 1.0),
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
+    "te_rng_tracker": (False, True),
     "use_torch_fsdp2": (False, True),
     "outer_dp_sharding_strategy": ("no_shard", "optim"),
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
     "expert_tensor_parallel_num_weight_shards": (None, 2),
-    "fp8": (None, "hybrid"),
+    "fp8_recipe": ("delayed", "custom"),
+    "fp8_output_proj": (False, True),
+    "fp8_param_gather": (False, True),
+    "te_precision_config_file": (None, "precision.yaml"),
     "fp4": (None, "e2m1"),
     "cuda_graph_impl": ("none", "local"),
     "enable_cuda_graph": (False, True),
@@ -81,14 +85,17 @@ def megatron_like_parser():
     for name in ("use-megatron-fsdp", "overlap-grad-reduce", "ddp-average-in-collective", "swiglu", "bf16", "fp16"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--save")
-    parser.add_argument("--full-validation", action="store_true")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--dataloader-inter-document-masking", action="store_true")
     for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--mtp-num-layers", type=int)
+    parser.add_argument("--multi-latent-attention", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.add_argument("--expert-tensor-parallel-size", type=int)
+    parser.add_argument("--moe-expert-capacity-factor", type=float)
+    parser.add_argument("--fp8-format", dest="fp8")
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
     return add_arguments(parser)
 
@@ -201,6 +208,16 @@ def test_checking_sets_nothing():
     assert args.cp_comm_type == ["p2p"], "Megatron's default is still what it was"
 
 
+@pytest.mark.parametrize("flags", ["--micro-batch-size 8", "--micro-batch-size 3 --moe-expert-capacity-factor -1"])
+def test_experts_may_drop_tokens_where_ranks_hold_whole_sequences_and_not_where_they_hold_parts(flags):
+    assert accepted(f"{BASP} --moe-expert-capacity-factor 1 {flags}")
+    message = refused(f"{BASP} {flags} --micro-batch-size 3 --moe-expert-capacity-factor 0")
+    assert "K > 1 (here K in [4, 8])" in message
+    assert "K > 1" in refused(f"{ULYSSES} --micro-batch-size 8 --moe-expert-capacity-factor 1")
+    evaluation = "--eval-micro-batch-size 2 --eval-global-batch-size 2"
+    assert "K > 1" in refused(f"{BASP} --micro-batch-size 8 {evaluation} --moe-expert-capacity-factor 1")
+
+
 # What is refused.
 
 
@@ -258,12 +275,6 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
     assert "B=6, N=8, K=2 (N/K=4): use a micro-batch of 4 or 8, or leave the group size to the planner" in message
     for remedy in ("--micro-batch-size 4 --basp-group-size 2", "--micro-batch-size 8 --basp-group-size 2", batches):
         accepted(f"{BASP} {remedy}")
-
-
-def test_full_validation_reads_one_sequence_at_a_time():
-    message = refused(f"{BASP} --full-validation")
-    assert "--full-validation" in message and "B=3" in message and message.endswith("set --eval-micro-batch-size 1")
-    assert accepted(f"{BASP} --full-validation --eval-micro-batch-size 1").batch_sizes() == (3, 1)
 
 
 @pytest.mark.parametrize("flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-ledger sent.json"])
@@ -342,6 +353,27 @@ def test_a_mapping_that_puts_stages_before_replicas_wants_the_same_replicas_of_a
     assert accepted(f"{BASP} --use-tp-pp-dp-mapping").ranks == 8
 
 
+@pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("tensorwise", 16), ("mxfp8", 32)])
+def test_fp8_wants_whole_blocks_of_tokens_on_a_rank_and_names_the_next_length(recipe, alignment):
+    # B=3, N=8: T = 3·S/8, so that S must be a multiple of 8 times the alignment, at evaluation with B=4 of half that.
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 80", fp8_recipe=recipe)
+    assert f"T % {alignment} to be 0" in message and "T=30 from B=3, S=80 and N=8" in message
+    length = int(message.split()[-1])
+    assert length == 8 * alignment
+    assert accepted(f"{BASP} --fp8-format hybrid --seq-length {length}", fp8_recipe=recipe).seq_length == length
+    message = refused(
+        f"{BASP} --micro-batch-size 8 --eval-micro-batch-size 3 --eval-global-batch-size 3 --fp8-format e4m3 "
+        f"--seq-length {length + 4 * alignment}",
+        fp8_recipe=recipe,
+    )
+    assert "B=3" in message, "evaluation is checked too"
+
+
+def test_fp8_that_no_layer_would_use_is_refused():
+    message = refused(f"{BASP} --fp8-format hybrid --seq-length 256", transformer_impl="local")
+    assert "--fp8-format hybrid does nothing without Transformer Engine's layers" in message
+
+
 @pytest.mark.parametrize(
     ("refused_flags", "remedied_flags"),
     [
@@ -383,7 +415,16 @@ def test_each_unsupported_feature_is_refused_by_name_with_value_reason_and_remed
     assert message.endswith(refusal.why) and refusal.why
 
 
-@pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS])
+@pytest.mark.parametrize("name", [refusal.name for refusal in CONFIG_REFUSALS])
+def test_a_field_of_the_configuration_that_no_flag_sets_is_refused_by_name(name):
+    config = argparse.Namespace(**{refusal.name: False for refusal in CONFIG_REFUSALS})
+    refuse_unsupported_config(config, "basp")
+    setattr(config, name, True)
+    with pytest.raises(ConfigurationError, match=rf"^{name} \(got True\) is not supported"):
+        refuse_unsupported_config(config, "basp")
+
+
+@pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS if refusal.versions is None])
 def test_an_argument_that_megatron_no_longer_has_is_not_passed_over(name):
     args = parse(BASP)
     delattr(args, name)
@@ -398,7 +439,7 @@ def test_an_argument_that_megatron_no_longer_has_is_not_passed_over(name):
         ("position_embedding_type", "none"),
         ("transformer_impl", "local"),
         ("moe_router_load_balancing_type", "none"),
-        ("moe_router_load_balancing_type", ["aux_loss", "none"]),
+        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss", "none"]),
         ("moe_router_load_balancing_type", None),
         ("expert_model_parallel_size", None),
     ],
@@ -408,7 +449,7 @@ def test_other_values_that_are_supported_are_not_refused(name, value):
 
 
 def test_one_unsupported_load_balancing_among_supported_ones_is_refused():
-    assert "seq_aux_loss" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"])
+    assert "sinkhorn" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "sinkhorn"])
 
 
 # Help.

@@ -21,6 +21,7 @@ def transformer_config(heads: int = 8, kv_heads: int = 4, tensor_parallel: int =
         tensor_model_parallel_size=tensor_parallel,
         kv_channels=16,
         context_parallel_size=1,
+        softmax_type="vanilla",
     )
 
 
@@ -55,6 +56,7 @@ def test_a_share_of_heads_counts_replicated_kv_heads_and_all_tensor_parallel_ran
 
 def test_transformer_engine_gets_one_module_for_each_group_size_and_no_context_parallelism() -> None:
     attention = MegatronBaspAttention(
+        RecordingAttention,
         make_te(RecordingAttention),
         runtime(1, 4),
         config=transformer_config(),
@@ -80,10 +82,60 @@ def test_transformer_engine_gets_one_module_for_each_group_size_and_no_context_p
     assert not any(kernel.training or kernel.attention.training for kernel in attention.kernels.values())
 
 
+class SinkAttention(RecordingAttention):
+    """As Transformer Engine's with learnt sinks: a parameter of its own, one for each head, read in each call."""
+
+    def __init__(self, *, config: SimpleNamespace, **arguments: object) -> None:
+        super().__init__(config=config, **arguments)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(heads))
+
+    def forward(self, query: torch.Tensor, *tensors: object, **arguments: object) -> torch.Tensor:
+        return query * self.softmax_offset.reshape(1, 1, -1, 1)
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: object, metadata: object) -> dict[str, object]:
+        return {f"{prefix}softmax_offset": self.softmax_offset}
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_transformer_engine_modules_share_the_sinks_of_one_parameter(tensor_parallel: int) -> None:
+    config = transformer_config(tensor_parallel=tensor_parallel)
+    config.softmax_type = "learnable"
+    attention = MegatronBaspAttention(
+        SinkAttention,
+        make_te(SinkAttention),
+        runtime(1, 2),
+        config=config,
+        layer_number=1,
+        attn_mask_type=CAUSAL,
+        attention_type="self",
+        pg_collection="groups",
+    )
+    heads = 8 // tensor_parallel
+    assert {name: len(parameter) for name, parameter in attention.named_parameters()} == {"softmax_offset": heads}
+    assert not any(list(kernel.parameters()) for kernel in attention.kernels.values())
+
+    # What is saved is the parameter that is trained, after it was exchanged for another one too.
+    attention.softmax_offset = torch.nn.Parameter(torch.arange(1.0, heads + 1))
+    assert attention.sharded_state_dict("core_attention.")["core_attention.softmax_offset"] is attention.softmax_offset
+
+    # The second rank of a group of two has the second half of the heads, and its gradient lies there.
+    second = attention.softmax_offset.chunk(2)[1]
+    query = torch.ones(3, 1, heads // 2, 2)
+    output = attention.kernels[2](query, "k", "v", softmax_offset=second)
+    assert torch.equal(output, query * torch.arange(heads // 2 + 1.0, heads + 1).reshape(1, 1, -1, 1))
+    output.sum().backward()
+    assert torch.equal(attention.softmax_offset.grad, torch.tensor([0.0] * (heads // 2) + [6.0] * (heads // 2)))
+
+    # A checkpoint of Transformer Engine's module has one key more, which is empty.
+    attention.load_state_dict({"softmax_offset": torch.zeros(heads), "_extra_state": torch.empty(0)})
+
+
 @pytest.mark.parametrize(("mask", "kind"), [(PADDING, "self"), (CAUSAL, "cross")])
 def test_attention_that_is_not_causal_self_attention_is_refused(mask: SimpleNamespace, kind: str) -> None:
     with pytest.raises(ValueError, match="layer 1: BASP attention is causal self-attention"):
         MegatronBaspAttention(
+            RecordingAttention,
             make_sdpa,
             runtime(1),
             config=transformer_config(),
@@ -91,33 +143,3 @@ def test_attention_that_is_not_causal_self_attention_is_refused(mask: SimpleName
             attn_mask_type=mask,
             attention_type=kind,
         )
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Transformer Engine computes on CUDA devices only")
-@pytest.mark.parametrize("group_size", [1, 2, 4, 8])
-def test_transformer_engine_attends_as_sdpa_does(group_size: int) -> None:
-    te = pytest.importorskip("megatron.core.extensions.transformer_engine")
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=512, num_attention_heads=8, num_query_groups=4, attention_dropout=0.0, bf16=True
-    )
-    share = share_of_heads(config, group_size)
-    kernel = make_te(te.TEDotProductAttention)(
-        config=share,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        softmax_scale=None,
-        pg_collection=ProcessGroupCollection(tp=None, cp=None),
-    )
-    heads = (share.num_attention_heads, share.num_query_groups, share.num_query_groups)
-    tensors = [torch.randn(128, 2, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in heads]
-    outputs = [kernel(*tensors), make_sdpa(config=share)(*tensors)]
-    gradients = [torch.autograd.grad(output.float().square().sum(), tensors) for output in outputs]
-    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
