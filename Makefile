@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := setup
-.PHONY: help setup demo test test-all test-versions support-table lint format lock clean
+.PHONY: help setup demo test test-all test-te test-gpu test-versions support-table lint format lock clean
 
 BIN := .venv/bin
 
@@ -13,10 +13,20 @@ demo: setup ## run `megatron-basp demo`, which needs no GPU
 	@$(BIN)/megatron-basp demo $(ARGS)
 
 test: setup lint ## lint, then pytest; ARGS="-k plan" and the like go to pytest
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -m "not slow and not transformer_engine" $(ARGS)
 
 test-all: setup lint ## the same with the tests that take long
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -m "not transformer_engine" $(ARGS)
+
+# Not part of the others: Transformer Engine is compiled first, once for a user. TE_WHEEL=FILE takes a wheel instead.
+test-te: setup ## the contract with Transformer Engine, on the CPU, in .venv-te; the first time 10 to 30 minutes more
+	@scripts/te_on_cpu.sh $(if $(TE_WHEEL),--wheel $(TE_WHEEL))
+	.venv-te/bin/pytest tests/transformer_engine $(ARGS)
+
+# The device is looked for without CUDA: a process that has initialized it cannot fork ranks that use it.
+test-gpu: setup ## what needs a GPU: Transformer Engine's kernels, in .venv-te; one GPU is enough
+	@scripts/te_on_cpu.sh $(if $(TE_WHEEL),--wheel $(TE_WHEEL))
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-te/bin/pytest tests/distributed -m gpu $(ARGS)
 
 test-versions: setup ## hooks and small runs with each Megatron release, and with checkouts: MEGATRON="path path"
 	@$(BIN)/python -m tests.versions $(MEGATRON) $(if $(ARGS),-- $(ARGS))
@@ -38,6 +48,6 @@ lock: setup ## write requirements.lock anew from setup.py
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.12 --extra dev --no-emit-index-url \
 		--custom-compile-command "make lock" --output-file requirements.lock setup.py $(ARGS)
 
-clean: ## remove .venv, build products and caches; runs/ stays
-	rm -rf .venv .venv-versions build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove the environments, build products and caches; runs/ stays
+	rm -rf .venv .venv-te .venv-versions build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- support table: made by `make support-table` -->", "<!-- end of the support table -->"
+FOLDERS = ("distributed", "end_to_end")  # what `make test` and `make test-all` run
 AREAS = ("Parallelism", "Models", "Experts", "Data and loss", "Training", "Checkpoints")
 
 
@@ -34,7 +35,7 @@ def supported() -> list[Support]:
 
 
 def _marked() -> Iterator[Support]:
-    for file in sorted(Path(__file__).parent.glob("*/test_*.py")):
+    for file in sorted(file for folder in FOLDERS for file in (Path(__file__).parent / folder).glob("test_*.py")):
         module = importlib.import_module(f"tests.{file.parent.name}.{file.stem}")
         for function in filter(inspect.isfunction, vars(module).values()):
             marks = list(getattr(function, "pytestmark", ()))
@@ -44,12 +45,12 @@ def _marked() -> Iterator[Support]:
 
 
 def table() -> str:
-    """The table in Markdown."""
-    lines = ["| | exact, by a test | held to |", "|---|---|---|"]
-    area = ""
+    """The table in Markdown: a row for each area and each thing that its features are held to."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for support in supported():
-        lines.append(f"| {'' if support.area == area else support.area} | {support.feature} | {support.held_to} |")
-        area = support.area
+        rows.setdefault((support.area, support.held_to), []).append(support.feature)
+    lines = ["| | exact, by a test | held to |", "|---|---|---|"]
+    lines += [f"| {area} | {'<br>'.join(features)} | {held_to} |" for (area, held_to), features in rows.items()]
     return "\n".join(lines)
 
 

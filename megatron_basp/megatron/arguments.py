@@ -17,6 +17,7 @@ from megatron_basp.megatron.fp8 import check_fp8
 from megatron_basp.megatron.refusals import (
     refuse_capacity_of_shards,
     refuse_unsupported,
+    refuse_unsupported_fsdp,
     refuse_unsupported_packing,
 )
 from megatron_basp.megatron.settings import Settings
@@ -87,6 +88,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
         return None
     refuse_unsupported(args, mode)
     refuse_unsupported_packing(args)
+    refuse_unsupported_fsdp(args)
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ConfigurationError(
@@ -142,11 +144,6 @@ def _check_mapping(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     batch_size = _positive(args, "micro_batch_size")
     eval_batch_size = batch_size if args.eval_micro_batch_size is None else _positive(args, "eval_micro_batch_size")
-    if args.full_validation and eval_batch_size != 1:
-        raise ConfigurationError(
-            f"--full-validation reads one sequence at a time, and evaluation is planned for B={eval_batch_size}: set "
-            "--eval-micro-batch-size 1"
-        )
     seq_length = _positive(args, "seq_length")
     if seq_length % (2 * ranks):
         raise ConfigurationError(
@@ -204,10 +201,13 @@ def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, dat
 
 def check_environment(args: argparse.Namespace) -> None:
     """Raise `ConfigurationError` where a package that the flags need is not installed."""
-    if (args.num_distributed_optimizer_instances or 1) > 1 and importlib.util.find_spec("einops") is None:
-        raise ConfigurationError(
-            "--num-distributed-optimizer-instances needs einops, which is not installed: pip install einops"
-        )
+    needs_einops = {
+        "--num-distributed-optimizer-instances": (args.num_distributed_optimizer_instances or 1) > 1,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+    }
+    for flag, is_used in needs_einops.items():
+        if is_used and importlib.util.find_spec("einops") is None:
+            raise ConfigurationError(f"{flag} needs einops, which is not installed: pip install einops")
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ConfigurationError(
             "--transformer-impl transformer_engine (the default) needs Transformer Engine, which is not installed: "

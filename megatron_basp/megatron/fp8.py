@@ -14,8 +14,8 @@ import math
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.settings import Settings
 
-# What the GEMMs of a recipe divide by (`get_fp8_align_size` in `core/fp8_utils.py`). The gradient of a weight sums
-# over tokens, so it holds for their number too.
+# What the sizes of a recipe's GEMMs are multiples of (`get_fp8_align_size` in `core/fp8_utils.py`). The gradient of a
+# weight sums over tokens, so it holds for their number too.
 ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 

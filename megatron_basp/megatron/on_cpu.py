@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_basp.megatron.seam import replace
 
 
@@ -55,6 +57,23 @@ def install() -> None:
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         ["config", "layer_number"],
         _with_head_sizes,
+    )
+    # The distributed optimizer was written for the Adam of Transformer Engine or Apex, which are not there.
+    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+    replace(f"{optimizer}.state_dict", [], _with_state_before_the_first_step)
+    replace(f"{optimizer}.load_state_dict", ["state_dict"], _with_a_step_for_each_parameter)
+    replace(f"{optimizer}._set_main_param_and_optimizer_states", ["model_param", "tensors"], _without_step)
+    # `--async-save`: a process that is not forked would not have these patches.
+    replace(
+        "megatron.training.async_utils:init_persistent_async_worker",
+        ["rank", "mp_mode"],
+        lambda original: lambda rank, mp_mode="fork": original(rank, "fork"),
+        also_in=["megatron.training.initialize"],
+    )
+    replace(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
+        ["write_buckets"],
+        _copied_before_training_goes_on,
     )
 
 
@@ -123,3 +142,60 @@ def _with_head_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     return __init__
+
+
+def _with_state_before_the_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """To load a checkpoint its shape is asked of a fresh optimizer, and torch's Adam makes its state when it steps."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if not self.optimizer.state:
+            for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return original(self)
+
+    return state_dict
+
+
+def _with_a_step_for_each_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron hands one tensor to all parameters, and torch's Adam counts it up for each of them."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _without_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """It comes with the groups of parameters; among the tensors it is missing, or that of the fresh optimizer.
+
+    Without gradients, since the main parameter of an fp32 model is a view of the model's.
+    """
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+        original(self, model_param, {**tensors, "step": None})
+
+    return set_main_param_and_optimizer_states
+
+
+def _copied_before_training_goes_on(original: Callable[..., Any]) -> Any:
+    """The process that writes gets tensors by shared memory; what a GPU copies to the host lies there already, and
+    training would go on to change it."""
+
+    @functools.wraps(original)
+    def preload_tensors(write_buckets: Any, non_blocking: bool = True) -> Any:
+        return [
+            (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (data, tensors) in original(write_buckets, non_blocking)
+        ]
+
+    return staticmethod(preload_tensors)

@@ -85,6 +85,29 @@ def test_expert_parallel_ranks_train_as_data_parallel_ones(
     assert_same_samples(run, reference)
 
 
+@pytest.mark.supports(
+    "Experts",
+    "tensor parallelism with `--sequence-parallel`; `--expert-tensor-parallel-size`, EP over TP ranks",
+    "the same without context parallelism",
+)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2",
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-1 "
+        "--moe-z-loss-coeff 1e-3 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32 --calculate-per-token-loss",
+    ],
+)
+def test_experts_of_tensor_parallel_ranks_train_as_without_context_parallelism(trainer: Trainer, flags: str) -> None:
+    flags = (
+        f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --tensor-model-parallel-size 2 "
+        f"--sequence-parallel {flags}"
+    )
+    run = trainer.planned(f"{flags} {cp(2)}", ranks=4, mask="uneven")
+    assert_same_training(run, trainer.stock(flags, ranks=2, mask="uneven"))
+
+
 @pytest.mark.supports("Experts", "capacity factor, with padding to it, where K = 1", "stock with DP for CP")
 @pytest.mark.parametrize(
     ("flags", "rows"),
@@ -105,3 +128,34 @@ def test_experts_drop_the_tokens_that_data_parallel_ranks_would_drop(trainer: Tr
     reference = trainer.stock(f"{flags} {batch(rows // 4, data_parallel=4)}", ranks=4)
     assert_same_training(run, reference)
     assert_same_samples(run, reference)
+
+
+@pytest.mark.supports("Experts", "gated shared experts, fine-grained experts, QK layer norm (Qwen3-MoE)")
+def test_a_model_like_qwen3_moe_trains_as_one_rank(trainer: Trainer) -> None:
+    flags = (
+        f"{GQA} {ROPE} {batch(3)} --qk-layernorm --kv-channels 16 --untie-embeddings-and-output-weights "
+        "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type aux_loss "
+        "--moe-aux-loss-coeff 1e-2 --moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate"
+    )
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
+
+
+@pytest.mark.supports(
+    "Experts",
+    "dense layers first, shared experts, groups of experts, bias and `seq_aux_loss`, on MLA, predicting two tokens "
+    "(DeepSeek-V3)",
+    "stock with the same experts and DP for CP",
+)
+def test_a_model_like_deepseek_v3_trains_as_data_parallel_ranks(trainer: Trainer) -> None:
+    """The reference is as in the test of expert parallelism."""
+    flags = (
+        f"{ROPE} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 12 --qk-layernorm --rotary-scaling-factor 4 --moe-layer-freq ([0]*1+[1]*1) --num-experts 8 "
+        "--moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32 --moe-router-topk 4 "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid "
+        "--moe-router-topk-scaling-factor 2.5 --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 "
+        "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --mtp-num-layers 1"
+    )
+    run = trainer.planned(f"{flags} {batch(3, micro_batches=4)} {cp(4)}", ranks=4)
+    assert_same_training(run, trainer.stock(f"{flags} {batch(3, 1, data_parallel=4)}", ranks=4))

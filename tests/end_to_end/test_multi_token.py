@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_samples, assert_same_training, batch, cp
+import pytest
+import torch
+
+from tests.end_to_end.training import (
+    GQA,
+    LOSS_TOLERANCE,
+    ROPE,
+    Trainer,
+    assert_same_samples,
+    assert_same_training,
+    batch,
+    cp,
+)
 
 MTP = f"{GQA} {ROPE} --mtp-num-layers 2"
 
@@ -124,3 +136,14 @@ def test_data_parallel_ranks_with_accumulation_predict_several_tokens_as_one(tra
     flags = f"{MTP} {batch(3, micro_batches=2, data_parallel=2)}"
     run, reference = trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags)
     assert_same_training(run, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.supports("Checkpoints", "multi-token prediction, torch_dist, resumed by stock on one rank")
+def test_a_checkpoint_with_predicting_layers_is_resumed_by_stock_megatron(trainer: Trainer, tmp_path: Path) -> None:
+    flags = f"{MTP} {batch(3)} --ckpt-format torch_dist"
+    whole = trainer.planned(f"{flags} {cp(2)} --save {tmp_path} --save-interval 5", ranks=2)
+    resumed = trainer.stock(f"{flags} --load {tmp_path} --ckpt-step 5")
+    for name in ("losses", "mtp_losses"):
+        found, expected = getattr(resumed[-1], name), getattr(whole[-1], name)[5:]
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=0, atol=LOSS_TOLERANCE), name

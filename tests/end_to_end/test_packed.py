@@ -189,6 +189,14 @@ def test_fine_tuning_in_other_ways(trainer: Trainer, sft: str, flags: str, plann
     assert_same_as_by_document(trainer, f"{GQA} {ROPE} {flags} {sft}", planned)
 
 
+@pytest.mark.slow
+def test_skipped_iterations_take_their_packed_samples(trainer: Trainer, sft: str) -> None:
+    """Where iterations are skipped, rows come as the loader gives them, not strung together."""
+    flags = f"{GQA} {ROPE} {batch(3)} {sft} --iterations-to-skip 3 4"
+    reference = trainer.stock(flags, prepare=attend_by_document)
+    assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), reference, gradients=False, steps=8)
+
+
 def documents_ignored() -> None:
     from megatron_basp import sdpa
 

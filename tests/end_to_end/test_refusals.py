@@ -24,8 +24,8 @@ REFUSED = {
     "--spec some.module layer_spec": "--spec (got ['some.module', 'layer_spec']) is not supported",
     "--hybrid-layer-pattern M*": "Mamba layers",
     "--cuda-graph-impl local": "CUDA graphs",
-    "--use-megatron-fsdp": "--use-megatron-fsdp (got True) is not supported",
     "--te-rng-tracker": "--te-rng-tracker (got True) is not supported",
+    "--use-torch-fsdp2": "--use-torch-fsdp2 (got True) is not supported",
     "--eval-micro-batch-size 3": "set --eval-global-batch-size to a multiple of 3",
     "--data-path nowhere/text": "nowhere/text.bin: missing; make it with: python scripts/data/prepare_text.py",
 }

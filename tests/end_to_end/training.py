@@ -234,13 +234,13 @@ def assert_same_training(
 
 def assert_same_samples(run: list[RankReport], reference: list[RankReport]) -> None:
     """Each step trains on the same rows, each row once, whichever data-parallel rank reads it."""
-    assert _rows_by_step(run) == _rows_by_step(reference)
+    assert rows_by_step(run) == rows_by_step(reference)
 
 
-def _rows_by_step(reports: list[RankReport]) -> list[list[int]]:
+def rows_by_step(reports: list[RankReport]) -> list[list[int]]:
     """Ranks that read the same rows are one data-parallel replica; the rows of all replicas, sorted, for each step."""
     replicas = {tuple(map(tuple, report.samples)) for report in reports if any(report.samples)}
-    return [sorted(itertools.chain(*(replica[step] for replica in replicas))) for step in range(ITERATIONS)]
+    return [sorted(itertools.chain(*rows)) for rows in zip(*replicas, strict=True)]
 
 
 def _largest_difference(a: list[float], b: list[float]) -> float:

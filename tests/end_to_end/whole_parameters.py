@@ -37,10 +37,11 @@ def _whole(tensor: Any) -> torch.Tensor:
     """A DTensor's shards over the data-parallel ranks, side by side: Megatron-FSDP cuts between rows of the first
     dimension, into parts of different size. Tensor-parallel ranks keep their parts."""
     mesh = tensor.device_mesh
-    local: torch.Tensor = tensor.to_local().detach().clone()
-    if tensor.placements[mesh.mesh_dim_names.index("dp_cp")].is_shard():
-        group = mesh.get_group("dp_cp")
-        shards: list[Any] = [None] * group.size()
-        dist.all_gather_object(shards, local, group=group)
-        local = torch.cat(shards)
-    return local
+    whole: torch.Tensor = tensor.to_local().detach().clone()
+    for dimension in ("outer_fsdp_dp", "dp_cp"):
+        if dimension in mesh.mesh_dim_names and tensor.placements[mesh.mesh_dim_names.index(dimension)].is_shard():
+            group = mesh.get_group(dimension)
+            shards: list[Any] = [None] * group.size()
+            dist.all_gather_object(shards, whole, group=group)
+            whole = torch.cat(shards)
+    return whole

@@ -21,6 +21,7 @@ from torch import Tensor
 
 def install() -> None:
     os.environ["NVTE_PLUGIN"] = __name__
+    import transformer_engine.pytorch  # noqa: F401
     import transformer_engine_torch as tex
 
     assert tex.generic_gemm is generic_gemm, "Transformer Engine was imported before, or its plugin seam has changed"

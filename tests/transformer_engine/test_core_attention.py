@@ -1,7 +1,7 @@
 """What Transformer Engine's attention gets from ours is what it gets from stock Megatron without context parallelism.
 
-Recorded where the real `TEDotProductAttention` calls into Transformer Engine, and further in: the memory layout that it
-finds, and everything by which it chooses a kernel.
+Recorded where the real `TEDotProductAttention` calls into Transformer Engine, and further in: the memory layout that
+it finds, and everything by which it chooses a kernel.
 """
 
 from __future__ import annotations

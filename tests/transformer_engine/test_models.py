@@ -9,6 +9,7 @@ import pytest
 
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.plan import Limits
+from tests.settings import small_settings
 
 RANKS = 2
 LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
@@ -34,20 +35,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def settings() -> Settings:
-    return Settings(
-        mode="basp",
-        ranks=RANKS,
-        limits=Limits(heads=4, kv_heads=2),
-        seq_length=16,
-        micro_batch_size=1,
-        eval_micro_batch_size=2,
-        global_batch_size=1,
-        data_parallel_size=1,
-        tensor_model_parallel_size=1,
-        domain_devices=None,
-        per_token_loss=False,
-        ledger=None,
-    )
+    return small_settings(ranks=RANKS, limits=Limits(heads=4, kv_heads=2), seq_length=16, eval_micro_batch_size=2)
 
 
 def build(config_arguments: dict[str, Any], spec_arguments: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
-from megatron_basp.megatron.refusals import REFUSALS
+from megatron_basp.megatron.refusals import CONFIG_REFUSALS, REFUSALS, refuse_unsupported_config
 
 # Each refused argument: a value as Megatron has it by default (or as the remedy says), and one that must be refused.
 FEATURES = {
@@ -17,6 +17,7 @@ FEATURES = {
     "decoder_seq_length": (None, 64),
     "reset_attention_mask": (False, True),
     "perform_rl_step": (False, True),
+    "full_validation": (False, True),
     "multiple_validation_sets": (False, True),
     "moe_router_force_load_balancing": (False, True),
     "moe_router_force_biased": (None, 0.1),
@@ -37,15 +38,14 @@ FEATURES = {
     "apply_query_key_layer_scaling": (False, True),
     "position_embedding_type": ("learned_absolute", "mrope"),
     "transformer_impl": ("transformer_engine", "inference_optimized"),
-    "expert_tensor_parallel_size": (None, 1),
     "moe_token_dispatcher_type": ("allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "sinkhorn"),
     "moe_expert_rank_capacity_factor": (None, 1.0),
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
     "te_rng_tracker": (False, True),
-    "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
+    "outer_dp_sharding_strategy": ("no_shard", "optim"),
     "tp_comm_overlap": (False, True),
     "tensor_parallel_num_weight_shards": (None, 2),
     "expert_tensor_parallel_num_weight_shards": (None, 2),
@@ -81,14 +81,19 @@ def megatron_like_parser():
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
-    parser.add_argument("--full-validation", action="store_true")
+    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    for name in ("use-megatron-fsdp", "overlap-grad-reduce", "ddp-average-in-collective", "swiglu", "bf16", "fp16"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--save")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--dataloader-inter-document-masking", action="store_true")
     for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--mtp-num-layers", type=int)
+    parser.add_argument("--multi-latent-attention", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.add_argument("--expert-tensor-parallel-size", type=int)
     parser.add_argument("--moe-expert-capacity-factor", type=float)
     parser.add_argument("--fp8-format", dest="fp8")
     parser.set_defaults(**{name: good for name, (good, _) in FEATURES.items()})
@@ -272,12 +277,6 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
         accepted(f"{BASP} {remedy}")
 
 
-def test_full_validation_reads_one_sequence_at_a_time():
-    message = refused(f"{BASP} --full-validation")
-    assert "--full-validation" in message and "B=3" in message and message.endswith("set --eval-micro-batch-size 1")
-    assert accepted(f"{BASP} --full-validation --eval-micro-batch-size 1").batch_sizes() == (3, 1)
-
-
 @pytest.mark.parametrize("flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-ledger sent.json"])
 def test_our_flags_without_a_mode_are_refused_by_name(flag):
     name = flag.split()[0]
@@ -375,6 +374,24 @@ def test_fp8_that_no_layer_would_use_is_refused():
     assert "--fp8-format hybrid does nothing without Transformer Engine's layers" in message
 
 
+@pytest.mark.parametrize(
+    ("refused_flags", "remedied_flags"),
+    [
+        ("--pipeline-model-parallel-size 2", ""),
+        ("--num-distributed-optimizer-instances 2", "--num-distributed-optimizer-instances 2 --overlap-grad-reduce"),
+        ("--ddp-average-in-collective", ""),
+        ("--expert-model-parallel-size 16", "--expert-model-parallel-size 8"),
+        ("--expert-model-parallel-size 16", "--expert-model-parallel-size 16 --calculate-per-token-loss"),
+        ("--swiglu --save folder", "--swiglu --save folder --bf16"),
+    ],
+)
+def test_what_stock_fsdp_gets_wrong_is_refused_with_a_remedy(refused_flags, remedied_flags):
+    fsdp = f"{BASP} --use-megatron-fsdp"
+    assert refused(f"{fsdp} {refused_flags}", world_size=16).startswith("--use-megatron-fsdp with --")
+    assert accepted(f"{fsdp} {remedied_flags}", world_size=16).ranks == 8
+    assert accepted(f"{BASP} {refused_flags}", world_size=16).ranks == 8, "without FSDP it is fine"
+
+
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):
     with pytest.raises(SystemExit):
         parse("--sequence-parallel-mode ring")
@@ -396,6 +413,15 @@ def test_each_unsupported_feature_is_refused_by_name_with_value_reason_and_remed
     assert message.startswith(refusal.flag or "--" + refusal.name.replace("_", "-"))
     assert f"(got {bad})" in message and f"--sequence-parallel-mode {mode}" in message
     assert message.endswith(refusal.why) and refusal.why
+
+
+@pytest.mark.parametrize("name", [refusal.name for refusal in CONFIG_REFUSALS])
+def test_a_field_of_the_configuration_that_no_flag_sets_is_refused_by_name(name):
+    config = argparse.Namespace(**{refusal.name: False for refusal in CONFIG_REFUSALS})
+    refuse_unsupported_config(config, "basp")
+    setattr(config, name, True)
+    with pytest.raises(ConfigurationError, match=rf"^{name} \(got True\) is not supported"):
+        refuse_unsupported_config(config, "basp")
 
 
 @pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS if refusal.versions is None])

@@ -143,33 +143,3 @@ def test_attention_that_is_not_causal_self_attention_is_refused(mask: SimpleName
             attn_mask_type=mask,
             attention_type=kind,
         )
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Transformer Engine computes on CUDA devices only")
-@pytest.mark.parametrize("group_size", [1, 2, 4, 8])
-def test_transformer_engine_attends_as_sdpa_does(group_size: int) -> None:
-    te = pytest.importorskip("megatron.core.extensions.transformer_engine")
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=512, num_attention_heads=8, num_query_groups=4, attention_dropout=0.0, bf16=True
-    )
-    share = share_of_heads(config, group_size)
-    kernel = make_te(te.TEDotProductAttention)(
-        config=share,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        softmax_scale=None,
-        pg_collection=ProcessGroupCollection(tp=None, cp=None),
-    )
-    heads = (share.num_attention_heads, share.num_query_groups, share.num_query_groups)
-    tensors = [torch.randn(128, 2, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in heads]
-    outputs = [kernel(*tensors), make_sdpa(config=share)(*tensors)]
-    gradients = [torch.autograd.grad(output.float().square().sum(), tensors) for output in outputs]
-    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_basp.batch import stream_positions
 from megatron_basp.documents import Documents, documents_of_rows
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron import core_attention
 from megatron_basp.megatron.batches import stream_of_batch
+from megatron_basp.megatron.model import StreamRotaryEmbedding
 from megatron_basp.megatron.packed import (
     packed_rows,
     packing_as_one_process,
@@ -150,6 +152,30 @@ def test_a_model_that_is_told_of_documents_or_not_against_what_the_flags_say_is_
         called_with(runtime(packed=False), packed_seq_params=stock_params())
 
 
+class Table(torch.nn.Module):
+    """Stands for Megatron's rotary table: the angles are the positions."""
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config):
+        return len(transformer_input)
+
+    def forward(self, length, cp_group):
+        return torch.arange(length)
+
+
+def test_rotary_positions_restart_in_each_document_and_only_for_the_batch_that_said_so():
+    run = runtime(rank=1)
+    run.groups.alone = None
+    rotary, packed = StreamRotaryEmbedding(Table(), run), packed_rows(run, stock_params())
+    stream = torch.zeros(PLAN.tokens, 1, 4)
+    for _ in range(2):
+        assert (
+            rotary(rotary.get_rotary_seq_len(None, None, stream, None, packed)).tolist() == packed.positions.tolist()
+        )
+        whole_rows = rotary(rotary.get_rotary_seq_len(None, None, stream, None, None))
+        assert torch.equal(whole_rows, stream_positions(PLAN, 1, stream.device))
+    assert not torch.equal(whole_rows, packed.positions)
+
+
 @pytest.mark.parametrize("is_active", [True, False])
 def test_conversations_are_packed_as_without_context_parallelism(is_active):
     def original(self, dataset, config):
@@ -194,14 +220,15 @@ def test_transformer_engine_gets_rows_strung_together_with_the_lengths_of_their_
     core_attention._thd_params.cache_clear()
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 0.0, 2.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 2])
-def test_a_document_is_attended_to_as_if_it_were_alone(window):
+def test_a_document_is_attended_to_as_if_it_were_alone(window, sinks):
     kernel = CausalSDPA(0.5, window)
     qkv = [torch.randn(8, 3, heads, 2, dtype=torch.float64) for heads in (4, 2, 2)]
-    output = kernel(*qkv, documents=BY_ROW)
-    alone = kernel(*(x[2:8, 2:3] for x in qkv))
+    output = kernel(*qkv, documents=BY_ROW, softmax_offset=sinks)
+    alone = kernel(*(x[2:8, 2:3] for x in qkv), softmax_offset=sinks)
     assert (output[2:8, 2:3] - alone).abs().max() <= 1e-14
-    assert (output - kernel(*qkv)).abs().max() > 1e-3
+    assert (output - kernel(*qkv, softmax_offset=sinks)).abs().max() > 1e-3
 
 
 # Flags.
@@ -211,16 +238,22 @@ def packing(**given):
     flags = ("sft", "dataloader_inter_document_masking", "mtp_num_layers", "multi_latent_attention")
     stages = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     unset = dict.fromkeys((*flags, *stages, "pipeline_model_parallel_layout"))
-    refuse_unsupported_packing(argparse.Namespace(**unset | {"pipeline_model_parallel_size": 1} | given))
+    defaults = {"pipeline_model_parallel_size": 1, "moe_router_load_balancing_type": "aux_loss"}
+    refuse_unsupported_packing(argparse.Namespace(**unset | defaults | given))
 
 
 @pytest.mark.parametrize(
-    "given", [{"mtp_num_layers": 1}, {"multi_latent_attention": True}], ids=lambda given: next(iter(given))
+    ("given", "named"),
+    [
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "seq_aux_loss"),
+    ],
 )
 @pytest.mark.parametrize("flag", ["sft", "dataloader_inter_document_masking"])
-def test_features_that_packed_rows_do_not_go_with_are_refused(flag, given):
+def test_features_that_packed_rows_do_not_go_with_are_refused(flag, given, named):
     packing(**given)
-    with pytest.raises(ConfigurationError, match=f"--{flag.replace('_', '-')} with --{next(iter(given))[:3]}"):
+    with pytest.raises(ConfigurationError, match=f"--{flag.replace('_', '-')} with {named}"):
         packing(**given, **{flag: True})
 
 
