@@ -86,7 +86,7 @@ REFUSALS = (
         "mtp_hsm", _unset, f"it draws for each token which hidden states to mix; {_NOT_PROVEN}", None, _SINCE_0_20
     ),
     Refusal("enable_mhc_connections", _unset, f"hyper-connections; {_NOT_PROVEN}", versions=_SINCE_0_20),
-    Refusal("output_logit_dtype", _unset, _NOT_PROVEN, versions=_SINCE_0_20),
+    Refusal("logit_dtype", _unset, _NOT_PROVEN, "--output-logit-dtype", _SINCE_0_20),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),

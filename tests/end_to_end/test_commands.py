@@ -32,7 +32,7 @@ def test_torchrun_trains_with_an_unmodified_script_and_writes_what_each_rank_sen
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *LAUNCH, SCRIPT, *flags]
     done = run(*torchrun, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "> megatron_basp: Megatron-Core 0.19" in done.stdout
+    assert "> megatron_basp: Megatron-Core 0." in done.stdout
     assert "sequences at K = 2" in done.stdout
     assert "iteration       10/      10" in done.stdout
     for rank in (0, 1):

@@ -31,7 +31,7 @@ FEATURES = {
     "fused_residual_rmsnorm": (False, True),
     "mtp_hsm": (False, True),
     "enable_mhc_connections": (False, True),
-    "output_logit_dtype": (None, "fp32"),
+    "logit_dtype": (None, "fp32"),
     "moe_use_grouped_tensor": (False, True),
     "qk_clip": (False, True),
     "log_max_attention_logit": (False, True),
@@ -410,7 +410,7 @@ def test_each_refusal_has_a_row_in_the_table():
 def test_each_unsupported_feature_is_refused_by_name_with_value_reason_and_remedy(refusal, mode):
     bad = FEATURES[refusal.name][1]
     message = refused(f"--sequence-parallel-mode {mode}", **{refusal.name: bad})
-    assert message.startswith("--" + refusal.name.replace("_", "-"))
+    assert message.startswith(refusal.flag or "--" + refusal.name.replace("_", "-"))
     assert f"(got {bad})" in message and f"--sequence-parallel-mode {mode}" in message
     assert message.endswith(refusal.why) and refusal.why
 
