@@ -113,12 +113,20 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
     return BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build()
 
 
-def main() -> None:
-    """Train as `sys.argv` says, in Megatron's flags."""
+def arguments() -> Any:
+    """What `sys.argv` says in Megatron's flags, validated."""
+    return parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+
+
+def train(args: Any) -> None:
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+def main() -> None:
+    """Train as `sys.argv` says, in Megatron's flags."""
+    train(arguments())
 
 
 if __name__ == "__main__":

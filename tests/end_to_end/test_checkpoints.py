@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.training import GQA, LOSS_TOLERANCE, ROPE, RankReport, Trainer
+from megatron_basp.comparison import BOUNDS, RankReport
+from tests.end_to_end.training import GQA, ROPE, Trainer
 
 FLAGS = f"{GQA} {ROPE} --global-batch-size 6"
 
@@ -37,5 +38,5 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(
     run = trainer.planned(flags, ranks, mode=mode) if mode else trainer.stock(flags, ranks)
     assert len(run[-1].losses) == 5
     for found, expected in zip(run[-1].losses, whole[-1].losses[5:], strict=True):
-        assert abs(found - expected) <= LOSS_TOLERANCE
+        assert abs(found - expected) <= BOUNDS.loss
     assert [sorted(rows) for rows in run[0].samples] == [sorted(rows) for rows in whole[0].samples[5:]]

@@ -131,7 +131,7 @@ def test_the_comparison_with_one_rank_sees(trainer: Trainer, sabotage: Callable[
     flags = FLAGS.replace("--num-query-groups 4", "--num-query-groups 2")
     run = trainer.planned(f"{flags} --context-parallel-size 4", ranks=4, mask="uneven", sabotage=sabotage)
     reference = trainer.stock(flags, mask="uneven")
-    with pytest.raises(AssertionError, match=r"differs by|gradient norm|losses differ"):
+    with pytest.raises(AssertionError, match="differ by"):
         assert_same_training(run, reference)
 
 
