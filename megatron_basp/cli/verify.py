@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from megatron_basp.megatron.settings import Settings
 
 CPU_RANKS = 8  # half a gigabyte each
+# Users' models have more heads and experts than the tests', so that sums are longer; mistakes begin at 1e-3.
+ROUNDING = Bounds(*(5 * bound for bound in BOUNDS))
 DEFAULT_FLAGS = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --group-query-attention
     --num-query-groups 4 --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --swiglu
@@ -102,7 +104,7 @@ class VerifyResult:
     device: str
     changes: list[str]
     versions: dict[str, str]
-    bounds: Bounds = BOUNDS
+    bounds: Bounds = ROUNDING
     cases: list[Case] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     is_finished: bool = False
@@ -263,7 +265,8 @@ def plan_runs(options: argparse.Namespace, gpus: int) -> Runs:
     args, available = line.args, gpus or CPU_RANKS
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.context_parallel_size == 1:
-        line.set("--context-parallel-size", (options.ranks or min(4 * model_ranks, available)) // model_ranks)
+        size = (options.ranks or min(4 * model_ranks, available)) // model_ranks
+        line.set("--context-parallel-size", max(2, size))
     line.set("--sequence-parallel-mode", "basp")
     line.args.world_size = model_ranks * line.args.context_parallel_size
     settings_from_arguments(line.args)  # what training would refuse is refused, whatever is scaled away
@@ -392,7 +395,7 @@ def _compare_all(runs: Runs, logs: Path, out: Path) -> None:
         rounding = compare(_train(runs.yardstick, logs), reference)
         assert rounding.gradients is not None
         found = (rounding.losses.value, rounding.gradients.value, rounding.parameters.value)
-        result.bounds = Bounds(*(max(bound, 4 * value) for bound, value in zip(BOUNDS, found, strict=True)))
+        result.bounds = Bounds(*(max(bound, 4 * value) for bound, value in zip(ROUNDING, found, strict=True)))
     for run in runs.compared:
         try:
             reports = _train(run, logs)

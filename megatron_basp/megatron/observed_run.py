@@ -76,11 +76,13 @@ def observe_training(
     record = record_training(keep)
     sys.argv = ["pretrain_gpt", *flags]
     try:
-        args = pretrain_gpt.arguments()
-    except AssertionError as error:
+        config = pretrain_gpt.configuration()
+    except ConfigurationError:
+        raise
+    except (AssertionError, ValueError) as error:
         said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ConfigurationError(f"Megatron's validation of its arguments failed: {said}") from error
-    pretrain_gpt.train(args)
+        raise ConfigurationError(f"Megatron refuses the flags: {' '.join(str(said).split())}") from error
+    pretrain_gpt.train(config)
     # Not in the last step: with overlap a rank gets the others' shards of the new parameters later.
     parameters = {name: _kept(parameter) for name, parameter in _named_parameters(chunks)}
     return RankReport(

@@ -113,20 +113,20 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
     return BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build()
 
 
-def arguments() -> Any:
+def configuration() -> Any:
     """What `sys.argv` says in Megatron's flags, validated."""
-    return parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 
 
-def train(args: Any) -> None:
+def train(config: Any) -> None:
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
 
 
 def main() -> None:
-    """Train as `sys.argv` says, in Megatron's flags."""
-    train(arguments())
+    """Train as `sys.argv` says."""
+    train(configuration())
 
 
 if __name__ == "__main__":

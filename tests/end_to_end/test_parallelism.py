@@ -96,4 +96,4 @@ def test_the_distributed_optimizer_with_overlap_trains_as_one_rank(trainer: Trai
     run = trainer.planned(
         f"{flags} {cp(4)} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks=4
     )
-    assert_same_training(run, trainer.stock(flags), gradients=False)
+    assert_same_training(run, trainer.stock(flags))
