@@ -25,6 +25,7 @@ def run(micro_batch_size, **changes):
         "domain_devices": None,
         "per_token_loss": False,
         "ledger": None,
+        "check": False,
     }
     return Settings(**values | changes)
 
