@@ -10,13 +10,17 @@ import copy
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_basp.attention import BaspAttention, CausalSDPA, Kernel
+from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.megatron.settings import Settings
+from megatron_basp.plan import heads_fit
 
 
 class MegatronBaspAttention(BaspAttention):
@@ -43,6 +47,7 @@ class MegatronBaspAttention(BaspAttention):
                 f"layer {layer_number}: BASP attention is causal self-attention, got mask type {attn_mask_type.name} "
                 f"and attention type {attention_type}: use --sequence-parallel-mode none"
             )
+        check_heads(config, layer_number, runtime.settings)
         kernel_arguments.pop("cp_comm_type", None)
         kernels = {
             group_size: make_kernel(
@@ -55,6 +60,25 @@ class MegatronBaspAttention(BaspAttention):
             for group_size in runtime.settings.group_sizes()
         }
         super().__init__(runtime.groups, runtime.plan_holder, kernels, runtime.ledger, layer_number)
+
+
+def check_heads(config: Any, layer: int, settings: Settings) -> None:
+    """A script may build models of other sizes than the arguments say, which is what the run was planned for.
+
+    Raises:
+        ConfigurationError: its heads cannot be divided among the K ranks of some wave.
+    """
+    tensor_parallel = config.tensor_model_parallel_size
+    heads, kv_heads = config.num_attention_heads // tensor_parallel, config.num_query_groups // tensor_parallel
+    limits = replace(settings.limits, heads=heads, kv_heads=max(1, kv_heads))
+    unfit = [group_size for group_size in settings.group_sizes() if not heads_fit(group_size, limits)]
+    if unfit:
+        raise ConfigurationError(
+            f"layer {layer}: H % K must be 0, and Hkv % K or K % Hkv, got H={heads}, Hkv={kv_heads} per "
+            f"tensor-parallel rank and K={unfit[0]}: the model was built with other heads than the arguments say, "
+            f"H={settings.limits.heads}, Hkv={settings.limits.kv_heads}, for which the run was planned; set "
+            f"--num-attention-heads and --num-query-groups to those of the model with the fewest"
+        )
 
 
 def share_of_heads(config: Any, group_size: int) -> Any:
