@@ -74,7 +74,7 @@ def check_heads(config: Any, layer: int, settings: Settings) -> None:
     unfit = [group_size for group_size in settings.group_sizes() if not heads_fit(group_size, limits)]
     if unfit:
         raise ConfigurationError(
-            f"layer {layer}: H % K must be 0, and Hkv % K or K % Hkv, got H={heads}, Hkv={kv_heads} per "
+            f"layer {layer}: H % K must be 0, and Hkv % K or K % Hkv, got H={heads}, Hkv={limits.kv_heads} per "
             f"tensor-parallel rank and K={unfit[0]}: the model was built with other heads than the arguments say, "
             f"H={settings.limits.heads}, Hkv={settings.limits.kv_heads}, for which the run was planned; set "
             f"--num-attention-heads and --num-query-groups to those of the model with the fewest"

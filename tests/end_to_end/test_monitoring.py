@@ -92,7 +92,8 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def test_the_log_is_that_of_one_process_and_the_exchange_is_added(trainer: Trainer, tmp_path: Path) -> None:
     run, reference = tmp_path / "run", tmp_path / "reference"
-    flags = f"{FLAGS} --tensorboard-dir {tmp_path} --log-throughput --log-timers-to-tensorboard --timing-log-level 2"
+    flags = f"{FLAGS} --tensorboard-dir {tmp_path} --log-throughput --log-timers-to-tensorboard"
+    flags = f"{flags} --timing-log-level 2 --logging-level 20"
     train(trainer, f"{flags} {PLANNED}", 2, run, writing_scalars(run))
     train(trainer, flags, 1, reference, writing_scalars(reference))
 
