@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_basp.comparison import RankReport, rows_by_step
 from tests.end_to_end.training import (
     GQA,
     ITERATIONS,
     LOSS_TOLERANCE,
     ROPE,
     TOLERANCE,
-    RankReport,
     Trainer,
     assert_close,
     cp,
-    rows_by_step,
 )
 
 FLAGS = f"{GQA} {ROPE} --global-batch-size 6 --ckpt-format torch_dist"
