@@ -77,7 +77,7 @@ class PlannedSchedule:
             counted = Counter(runtime.ledger.collectives)
             counted.subtract(before)
             attentions = sum((attentions_in_a_pass(chunk) for chunk in chunks), Counter())
-            check_exchanges(plan, attentions, microbatches, counted)
+            check_exchanges(plan, attentions, microbatches, counted, dist.get_rank())
             runtime.checked_plans.add(plan)
         return result
 
@@ -109,12 +109,15 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
         )
 
 
-def check_exchanges(plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange]) -> None:
+def check_exchanges(
+    plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange], rank: int
+) -> None:
     """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
     recomputed.
 
     Args:
         attentions: how often each layer attends in one forward pass.
+        counted: the rank's exchanges of this step.
 
     Raises:
         RuntimeError: a layer did not; its attention saw a part of each sequence only.
@@ -126,7 +129,7 @@ def check_exchanges(plan: BatchPlan, attentions: Counter[int], microbatches: int
             found = counted[Exchange(layer, "qkv", "forward", group_size)]
             if not expected <= found <= 2 * expected:
                 raise RuntimeError(
-                    f"rank {dist.get_rank()}: layer {layer} exchanged {found} times in groups of {group_size} in its "
+                    f"rank {rank}: layer {layer} exchanged {found} times in groups of {group_size} in its "
                     f"first step, and should have {expected} times (up to twice that with recompute) for "
                     f"{microbatches} micro-batches: attention did not see whole sequences"
                 )

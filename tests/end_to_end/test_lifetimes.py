@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_basp.batch import take_stream
 from megatron_basp.errors import RankFailed
 from megatron_basp.local_ranks import run_ranks
+from megatron_basp.megatron.settings import Settings
 from megatron_basp.plan import Limits
 from tests.end_to_end.training import Trainer
 from tests.settings import small_settings
