@@ -32,8 +32,9 @@ def megatron_minor() -> str:
 
 def check_version() -> None:
     """Raise `MegatronMismatch` unless Megatron is one that the hooks were tried with."""
-    if megatron_minor() not in RELEASED and megatron_version().partition("+")[0] != IN_DEVELOPMENT:
+    version = megatron_version()
+    if megatron_minor() not in RELEASED and version.partition("+")[0] != IN_DEVELOPMENT:
         raise MegatronMismatch(
-            f"megatron_basp was made for Megatron-Core {', '.join(RELEASED)} and {IN_DEVELOPMENT}, and this is {megatron_version()}: "
-            f"{REMEDY}"
+            f"megatron_basp was made for Megatron-Core {', '.join(RELEASED)} and {IN_DEVELOPMENT}, and this is "
+            f"{version}: {REMEDY}"
         )
