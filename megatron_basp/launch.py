@@ -84,9 +84,10 @@ def _prepare(options: argparse.Namespace) -> str:
 
     hooks.install()
     if os.environ.get("RANK", "0") == "0":
-        from megatron_basp.megatron.versions import megatron_version
+        from megatron_basp.megatron.versions import SUPPORTED, megatron_minor, megatron_version
 
-        print(f"> megatron_basp: Megatron-Core {megatron_version()} from {root}", flush=True)
+        tried = SUPPORTED[megatron_minor()]
+        print(f"> megatron_basp: Megatron-Core {megatron_version()} from {root}, tried with {tried}", flush=True)
     return script
 
 

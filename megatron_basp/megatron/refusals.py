@@ -164,6 +164,8 @@ REFUSED_WITH = {
         Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),
         Refusal("sft", _unset, "packed rows; use megatron-core 0.19"),
     ),
+    # Without Transformer Engine its layers cannot be built, so that nothing could be shown.
+    "0.20": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
 }
 # Fields of a model's configuration that no flag sets.
 CONFIG_REFUSALS = (
