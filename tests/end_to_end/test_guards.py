@@ -168,18 +168,18 @@ def test_batches_that_the_script_slices_by_itself_are_refused_in_the_first_step(
 
 def test_a_configuration_that_a_script_changed_is_refused(trainer: Trainer) -> None:
     def sabotage() -> None:
-        from megatron_basp.megatron import pretrain_gpt
+        from megatron.training import argument_utils
 
-        from_args = pretrain_gpt.gpt_config_from_args
+        from_args = argument_utils.gpt_config_from_args
 
-        def with_sinks(args: object) -> object:
+        def with_clipping(args: object) -> object:
             config = from_args(args)
-            config.transformer.softmax_type = "off-by-one"
+            config.transformer.qk_clip = True
             return config
 
-        pretrain_gpt.gpt_config_from_args = with_sinks
+        argument_utils.gpt_config_from_args = with_clipping
 
-    with pytest.raises(RankFailed, match=r"--softmax-type \(got off-by-one\) is not supported"):
+    with pytest.raises(RankFailed, match=r"--qk-clip \(got True\) is not supported"):
         trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
 
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_basp.attention import BaspAttention, CausalSDPA
+from megatron_basp.attention import BaspAttention
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
 from megatron_basp.process_groups import create_sequence_groups
+from megatron_basp.sdpa import CausalSDPA
 from tests.distributed.small_attention import relative_error, stream_of
 
 S, D, SCALE, TOLERANCE = 16, 4, 0.7, 1e-12

@@ -118,7 +118,7 @@ def from_stock(rows: int, heads: int = HEADS, kv_heads: int = KV_HEADS, contiguo
 def from_ours(plan: BatchPlan) -> dict[str, Any]:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    from megatron_basp.megatron.core_attention import MegatronBaspAttention, make_te
+    from megatron_basp.megatron.core_attention import attention_class, make_te
 
     groups = create_sequence_groups(
         [range(RANKS)], plan.group_sizes, dist.group.WORLD, lambda ranks, name: dist.new_group(ranks, group_desc=name)
@@ -126,14 +126,14 @@ def from_ours(plan: BatchPlan) -> dict[str, Any]:
     holder = PlanHolder()
     holder.set(plan)
     runtime = SimpleNamespace(
-        settings=SimpleNamespace(group_sizes=lambda: plan.group_sizes),
+        settings=SimpleNamespace(group_sizes=lambda: plan.group_sizes, limits=Limits(HEADS, KV_HEADS)),
         groups=groups,
         plan_holder=holder,
         ledger=Ledger(),
     )
     arguments = built_with()
-    attention = MegatronBaspAttention(
-        make_te(TEDotProductAttention), runtime, config=transformer_config(), cp_comm_type="p2p", **arguments
+    attention = attention_class(TEDotProductAttention, make_te(TEDotProductAttention), runtime)(
+        config=transformer_config(), cp_comm_type="p2p", **arguments
     )
     qkv = split_of_qkv(plan.tokens, 1, HEADS, KV_HEADS)
     return recorded(lambda: attention(*qkv, None, attn_mask_type=arguments["attn_mask_type"]))
