@@ -174,7 +174,8 @@ def _all_to_all(
     operation: str,
     direction: Direction,
 ) -> None:
-    dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=where.group)
+    with where.ledger.timing():
+        dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=where.group)
     row_bytes = sent.shape[1] * sent.element_size()
     here = where.group.rank()
     ranks = dist.get_process_group_ranks(where.group)

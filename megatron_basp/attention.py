@@ -98,8 +98,9 @@ class BaspAttention(torch.nn.Module):
         tokens, batch = query.shape[:2]
         if (tokens, batch) != (plan.tokens, 1):
             raise ValueError(
-                f"a rank's stream is [T, 1] with T = B·S/N = {plan.tokens}, got {[tokens, batch]}: this attention was "
-                f"handed something else than the batch that was planned"
+                f"context-parallel rank {self.groups.cp_rank}, layer {self.layer}: a rank's stream is [T, 1] with "
+                f"T = B·S/N = {plan.tokens}, got {[tokens, batch]}: this attention was handed something else than the "
+                f"batch that was planned"
             )
         shares = plan.shares(self.groups.cp_rank)
         counts = [share.tokens for share in shares]

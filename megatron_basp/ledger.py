@@ -6,7 +6,8 @@ Nothing here knows the formulas; tests compare the count with them. Pure: no tor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -27,11 +28,15 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Counts of one rank since the last `reset`."""
+    """Counts of one rank since the last `reset`.
+
+    timing: makes the context that each collective is sent in; something that measures, where somebody asked for it.
+    """
 
     collectives: Counter[Exchange] = field(default_factory=Counter)
     sent_bytes: Counter[Exchange] = field(default_factory=Counter)
     sent_bytes_to_peer: Counter[int] = field(default_factory=Counter)
+    timing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def record(self, exchange: Exchange, peers: Sequence[int], bytes_per_peer: Sequence[int]) -> None:
         """Count one collective.

@@ -25,5 +25,6 @@ def small_settings(micro_batch_size: int = 1, **changes: Any) -> Settings:
         "packed": False,
         "sft": False,
         "ledger": None,
+        "check": False,
     }
     return Settings(**values | changes)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_basp.cli.progress import step_progress, terminal
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.plan import BatchPlan, Limits, plan_batch
 
@@ -184,15 +185,12 @@ def _train(mode: str, options: argparse.Namespace, dataset: TextDataset, plan: B
     flags = _megatron_flags(options, dataset)
     if mode != "reference":
         flags += f"--sequence-parallel-mode {mode} --context-parallel-size {ranks}".split()
-    terminal = os.dup(2)  # the ranks' own stderr goes to their logs; progress goes here
-    try:
+    with terminal() as stderr:
         reports = run_ranks(
-            lambda rank: _train_on_rank(rank, mode, flags, options.iterations, terminal),
+            lambda rank: _train_on_rank(rank, mode, flags, options.iterations, stderr),
             ranks,
             options.out / "logs" / mode,
         )
-    finally:
-        os.close(terminal)
     record: Record = reports[-1][0]
     return ModeResult(
         losses=record.losses,
@@ -209,10 +207,8 @@ def _train(mode: str, options: argparse.Namespace, dataset: TextDataset, plan: B
     )
 
 
-def _train_on_rank(rank: int, mode: str, flags: list[str], iterations: int, terminal: int) -> tuple[Record, int]:
+def _train_on_rank(rank: int, mode: str, flags: list[str], iterations: int, stderr: int) -> tuple[Record, int]:
     """In a forked rank: the record, and the bytes that a step sent."""
-    from tqdm import tqdm
-
     from megatron_basp.megatron import pretrain_gpt
     from megatron_basp.megatron.recorder import record_training
 
@@ -222,18 +218,12 @@ def _train_on_rank(rank: int, mode: str, flags: list[str], iterations: int, term
 
         ledger = hooks.install().ledger
     sent_bytes: list[int] = []
-    with (
-        os.fdopen(os.dup(terminal), "w") as stderr,
-        tqdm(
-            total=iterations, desc=f"{mode:>9}", unit="step", file=stderr, disable=rank != 0, mininterval=0.5
-        ) as progress,
-    ):
+    with step_progress(stderr, rank, f"{mode:>9}", iterations) as advance:
 
         def after_step(record: Record, model: Any) -> None:
             if ledger is not None:
                 sent_bytes.append(ledger.total_bytes)
-            progress.set_postfix_str(f"loss {record.losses[-1]:.4f}", refresh=False)
-            progress.update()
+            advance(record)
 
         record = record_training(after_step)
         sys.argv = ["pretrain_gpt", *flags]

@@ -6,20 +6,21 @@ import argparse
 import sys
 
 from megatron_basp import __version__
-from megatron_basp.cli import demo
+from megatron_basp.cli import demo, verify
 from megatron_basp.errors import ConfigurationError, RankFailed
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-basp",
-        description="Batch-aware sequence parallelism for Megatron-Core: try it.",
+        description="Batch-aware sequence parallelism for Megatron-Core: try it, and prove it.",
         epilog="To train, see python -m megatron_basp.launch --help.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-basp {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     demo.add_parser(subcommands)
+    verify.add_parser(subcommands)
     options = parser.parse_args(argv)
     try:
         return options.run(options)

@@ -65,6 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="write at the end what each rank sent, as JSON; FILE gets the rank before its suffix: ledger.rank0.json",
     )
+    group.add_argument(
+        "--basp-check",
+        action="store_true",
+        default=None,
+        help="compare the plan between the ranks of each context-parallel group in every step, not only at the start "
+        "and at a plan's first use. It costs one all-gather of 32 bytes a rank in each call of the schedule, and a "
+        "wait for it, in which a GPU is given nothing to do: tens of microseconds inside a host.",
+    )
     parser.set_defaults(cp_comm_type=_Untouched(parser.get_default("cp_comm_type")))
     return parser
 
@@ -79,7 +87,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     """
     mode = args.sequence_parallel_mode
     if mode == "none":
-        for name in ("basp_group_size", "basp_domain_size", "basp_ledger"):
+        for name in ("basp_group_size", "basp_domain_size", "basp_ledger", "basp_check"):
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigurationError(
@@ -183,6 +191,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         packed=args.sft or args.dataloader_inter_document_masking,
         sft=args.sft,
         ledger=args.basp_ledger,
+        check=bool(args.basp_check),
     )
 
 

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,8 +19,11 @@ import torch
 
 from megatron_basp.attention import BaspAttention
 from megatron_basp.documents import Boundaries
+from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.megatron.settings import Settings
+from megatron_basp.plan import heads_fit
 from megatron_basp.sdpa import CausalSDPA, Kernel
 
 
@@ -49,6 +53,7 @@ class MegatronBaspAttention(BaspAttention):
                 f"layer {layer_number}: BASP attention is causal self-attention, got mask type {attn_mask_type.name} "
                 f"and attention type {attention_type}: use --sequence-parallel-mode none"
             )
+        check_heads(config, layer_number, runtime.settings)
         kernel_arguments.pop("cp_comm_type", None)
         kernels = {
             group_size: make_kernel(
@@ -93,6 +98,25 @@ class MegatronBaspAttention(BaspAttention):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # of Transformer Engine's module: FP8 state, empty
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def check_heads(config: Any, layer: int, settings: Settings) -> None:
+    """A script may build models of other sizes than the arguments say, which is what the run was planned for.
+
+    Raises:
+        ConfigurationError: its heads cannot be divided among the K ranks of some wave.
+    """
+    tensor_parallel = config.tensor_model_parallel_size
+    heads, kv_heads = config.num_attention_heads // tensor_parallel, config.num_query_groups // tensor_parallel
+    limits = replace(settings.limits, heads=heads, kv_heads=max(1, kv_heads))
+    unfit = [group_size for group_size in settings.group_sizes() if not heads_fit(group_size, limits)]
+    if unfit:
+        raise ConfigurationError(
+            f"layer {layer}: H % K must be 0, and Hkv % K or K % Hkv, got H={heads}, Hkv={limits.kv_heads} per "
+            f"tensor-parallel rank and K={unfit[0]}: the model was built with other heads than the arguments say, "
+            f"H={settings.limits.heads}, Hkv={settings.limits.kv_heads}, for which the run was planned; set "
+            f"--num-attention-heads and --num-query-groups to those of the model with the fewest"
+        )
 
 
 def share_of_heads(config: Any, group_size: int) -> Any:

@@ -10,6 +10,7 @@ import functools
 from megatron_basp.megatron.batches import receiving_batch, taking_batch
 from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
+from megatron_basp.megatron.monitoring import checking_throughput, logging_exchanges, measuring_step
 from megatron_basp.megatron.multi_token import rolling, weighing_losses
 from megatron_basp.megatron.packed import packing_as_one_process, reading_documents
 from megatron_basp.megatron.router import balancing_rows
@@ -85,6 +86,12 @@ HOOKS = (
         (),
         choosing_schedule,
         also_in=("megatron.core.pipeline_parallel", "megatron.training.training"),
+    ),
+    # What is logged.
+    Hook("megatron.training.training:train_step", (), measuring_step),
+    Hook("megatron.training.training:training_log", ("iteration",), logging_exchanges),
+    Hook(
+        "megatron.training.one_logger_utils:track_e2e_metrics", ("log_throughput", "throughput"), checking_throughput
     ),
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_basp.megatron import fsdp_on_cpu
 from megatron_basp.megatron.seam import replace
 
 
@@ -75,6 +76,7 @@ def install() -> None:
         ["write_buckets"],
         _copied_before_training_goes_on,
     )
+    fsdp_on_cpu.install()
 
 
 def _norm_that_marks_its_parameters(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,21 +168,27 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
     return BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build()
 
 
-def main() -> None:
-    """Train as `sys.argv` says, in Megatron's flags."""
-    train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-    defaults, model_type = {"tokenizer_type": "GPT2BPETokenizer"}, ModelType.encoder_or_decoder
+def configuration() -> Any:
+    """What `sys.argv` says in Megatron's flags, validated."""
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     if megatron_minor() == "0.18":
         args = parse_and_validate_args(megatron_0_18.add_missing_arguments, args_defaults=defaults)
-        config = pretrain_cfg_container_from_args(args)
-        build = megatron_0_18.build_gpt_model
-        pretrain(config, train_valid_test_datasets_provider, build, model_type, forward_step)
-    else:
-        from megatron.training.argument_utils import gpt_config_from_args
+        return pretrain_cfg_container_from_args(args)
+    from megatron.training.argument_utils import gpt_config_from_args
 
-        args = parse_and_validate_args(args_defaults=defaults)
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        pretrain(config, train_valid_test_datasets_provider, model_type, forward_step)
+    args = parse_and_validate_args(args_defaults=defaults)
+    return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+
+
+def train(config: Any) -> None:
+    train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    build = (megatron_0_18.build_gpt_model,) if megatron_minor() == "0.18" else ()
+    pretrain(config, train_valid_test_datasets_provider, *build, ModelType.encoder_or_decoder, forward_step)
+
+
+def main() -> None:
+    """Train as `sys.argv` says."""
+    train(configuration())
 
 
 if __name__ == "__main__":

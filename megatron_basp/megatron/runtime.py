@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
+
+if TYPE_CHECKING:
+    from megatron_basp.megatron.monitoring import ExchangeMonitor
 
 
 class Runtime:
@@ -15,6 +20,7 @@ class Runtime:
     groups: None outside of Megatron's model parallelism.
     batches_taken: micro-batches that this rank has taken its stream of.
     checked_plans: those under which a first call was checked.
+    monitor: what the exchanges of training steps are added up in, once somebody asked for it.
     """
 
     def __init__(self) -> None:
@@ -25,6 +31,7 @@ class Runtime:
         self.ledger = Ledger()
         self.batches_taken = 0
         self.checked_plans: set[BatchPlan] = set()
+        self.monitor: ExchangeMonitor | None = None
 
     @property
     def is_active(self) -> bool:

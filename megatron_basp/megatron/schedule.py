@@ -23,6 +23,7 @@ from megatron_basp.megatron.random_streams import streams_of_rank
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
+from megatron_basp.plan_agreement import check_agreement
 
 
 def choosing_schedule(runtime: Runtime, original: Function) -> Function:
@@ -51,6 +52,8 @@ class PlannedSchedule:
         plan = runtime.plan(micro_batch_size, seq_length)
         chunks = [_unwrapped(chunk) for chunk in _as_list(arguments["model"])]
         unchecked = plan not in runtime.checked_plans
+        if unchecked or runtime.settings.check:
+            check_agreement([plan], runtime.settings.mode, runtime.groups.cp_group)
         if unchecked:
             for chunk in chunks:
                 check_model(chunk)
@@ -74,7 +77,7 @@ class PlannedSchedule:
             counted = Counter(runtime.ledger.collectives)
             counted.subtract(before)
             attentions = sum((attentions_in_a_pass(chunk) for chunk in chunks), Counter())
-            check_exchanges(plan, attentions, microbatches, counted)
+            check_exchanges(plan, attentions, microbatches, counted, dist.get_rank())
             runtime.checked_plans.add(plan)
         return result
 
@@ -100,18 +103,21 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
     expected = microbatches * sum(chunk.pre_process or chunk.post_process or chunk.mtp_process for chunk in chunks)
     if taken != expected:
         raise RuntimeError(
-            f"{taken} micro-batches were taken by the plan in the first step under it, and should have been "
-            f"{expected}: the script must call megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
-            f"hooks were installed"
+            f"rank {dist.get_rank()}: {taken} micro-batches were taken by the plan in the first step under it, and "
+            f"should have been {expected}: the script must call megatron.core.utils.get_batch_on_this_cp_rank, "
+            f"imported after the hooks were installed"
         )
 
 
-def check_exchanges(plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange]) -> None:
+def check_exchanges(
+    plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange], rank: int
+) -> None:
     """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
     recomputed.
 
     Args:
         attentions: how often each layer attends in one forward pass.
+        counted: the rank's exchanges of this step.
 
     Raises:
         RuntimeError: a layer did not; its attention saw a part of each sequence only.
@@ -123,9 +129,9 @@ def check_exchanges(plan: BatchPlan, attentions: Counter[int], microbatches: int
             found = counted[Exchange(layer, "qkv", "forward", group_size)]
             if not expected <= found <= 2 * expected:
                 raise RuntimeError(
-                    f"layer {layer} exchanged {found} times in groups of {group_size} in its first step, and should "
-                    f"have {expected} times (up to twice that with recompute) for {microbatches} micro-batches: "
-                    f"attention did not see whole sequences"
+                    f"rank {rank}: layer {layer} exchanged {found} times in groups of {group_size} in its "
+                    f"first step, and should have {expected} times (up to twice that with recompute) for "
+                    f"{microbatches} micro-batches: attention did not see whole sequences"
                 )
 
 

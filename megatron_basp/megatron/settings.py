@@ -24,6 +24,7 @@ class Settings:
     packed: rows hold several documents (`--sft`, `--dataloader-inter-document-masking`).
     sft: `--sft`.
     ledger: where the bytes sent are written at the end, or None.
+    check: `--basp-check`, compare plans between ranks in every step.
     """
 
     mode: str
@@ -40,6 +41,7 @@ class Settings:
     packed: bool
     sft: bool
     ledger: Path | None
+    check: bool
 
     def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:
         return plan_batch((seq_length,) * micro_batch_size, self.ranks, self.limits)
@@ -48,10 +50,13 @@ class Settings:
         """The micro-batch sizes that the run uses, training's first."""
         return tuple(dict.fromkeys((self.micro_batch_size, self.eval_micro_batch_size)))
 
+    def plans(self) -> list[BatchPlan]:
+        """The plans that the run uses, training's first."""
+        return [self.plan(batch_size, self.seq_length) for batch_size in self.batch_sizes()]
+
     def group_sizes(self) -> tuple[int, ...]:
         """The K that the run's plans choose; groups are made for these and no others."""
-        plans = [self.plan(batch_size, self.seq_length) for batch_size in self.batch_sizes()]
-        return tuple(sorted({group_size for plan in plans for group_size in plan.group_sizes}))
+        return tuple(sorted({group_size for plan in self.plans() for group_size in plan.group_sizes}))
 
     def with_domain(self, domain_size: int) -> Settings:
         """The same with what was learnt of the placement of ranks."""

@@ -27,6 +27,7 @@ from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.megatron.versions import megatron_minor
+from megatron_basp.plan_agreement import check_agreement
 from megatron_basp.process_groups import aligned_domain_size, create_sequence_groups
 
 
@@ -95,6 +96,8 @@ def creating_groups(runtime: Runtime, original: Function) -> Function:
         devices = runtime.settings.domain_devices
         domain_of_rank = dict(enumerate(hosts if devices is None else (rank // devices for rank in range(len(hosts)))))
         runtime.set_settings(runtime.settings.with_domain(aligned_domain_size(cp_groups, domain_of_rank)))
+        # Before groups are made by the plans: ranks that want different ones would wait for each other.
+        check_agreement(runtime.settings.plans(), runtime.settings.mode, cp_group)
 
         def new_group(ranks: list[int], description: str) -> dist.ProcessGroup:
             return parallel_state.create_group(

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from megatron_basp.atomic_files import flush, locked, read_json, write_json
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.text_files import batches, read_documents, source_stats
-from megatron_basp.tokenizer import load_tokenizer, tokenizer_sha256
+from megatron_basp.text_files import batches, read_documents, sample_texts, source_stats, standard_library_files
+from megatron_basp.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 
 type Inputs = dict[str, Any]  # what a data set was made from: if it is the same, so is the data set
 
@@ -52,6 +52,13 @@ class TextDataset:
         """The arguments with which Megatron's `pretrain_gpt.py` reads this data set."""
         tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.tokenizer_folder)]
         return ["--data-path", str(self.prefix), *tokenizer]
+
+
+def prepare_sample_dataset(folder: Path) -> TextDataset:
+    """A few hundred kilobytes of Python's standard library with a vocabulary of 512: for runs that check something."""
+    files = standard_library_files()[:40]
+    tokenizer = train_tokenizer(sample_texts(files), folder / "tokenizer", vocab_size=512)
+    return prepare_text_dataset(files, folder / "text", tokenizer)
 
 
 def prepare_text_dataset(

@@ -23,11 +23,7 @@ def make_trainer(folder: Path) -> Trainer:
 
     cpu.install()
     from megatron_basp.megatron import pretrain_gpt  # noqa: F401
-    from megatron_basp.megatron.text_dataset import prepare_text_dataset
-    from megatron_basp.text_files import sample_texts, standard_library_files
-    from megatron_basp.tokenizer import train_tokenizer
+    from megatron_basp.megatron.text_dataset import prepare_sample_dataset
 
-    files: list[Path] = standard_library_files()[:40]
-    tokenizer = train_tokenizer(sample_texts(files), folder / "tokenizer", vocab_size=512)
-    dataset = prepare_text_dataset(files, folder / "text", tokenizer)
+    dataset = prepare_sample_dataset(folder)
     return Trainer([*dataset.megatron_flags(), "--data-cache-path", str(folder / "cache")], folder)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,17 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_basp.comparison import RankReport, rows_by_step
 from tests.end_to_end.training import (
     GQA,
     ITERATIONS,
     LOSS_TOLERANCE,
     ROPE,
     TOLERANCE,
-    RankReport,
     Trainer,
     assert_close,
     cp,
-    rows_by_step,
 )
 
 FLAGS = f"{GQA} {ROPE} --global-batch-size 6 --ckpt-format torch_dist"
@@ -119,13 +119,6 @@ def _saved_shapes(folder: Path) -> dict[str, Any]:
     ("flags", "resumed_with", "ranks"),
     [
         pytest.param(
-            f"{B3} {cp(4)} --async-save --use-persistent-ckpt-worker --async-strategy mcore",
-            f"{B3} {cp(4)}",
-            4,
-            id="asynchronous",
-            marks=pytest.mark.supports("Checkpoints", "`--async-save`, by Megatron's own worker", "one process"),
-        ),
-        pytest.param(
             f"{B3} {cp(4)} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
             f"--micro-batch-size 1 {cp(2)} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
             2,
@@ -153,6 +146,29 @@ def test_however_it_is_saved_a_resumed_run_goes_on(
 ) -> None:
     saved = Saved(tmp_path, trainer.planned(f"{saving(tmp_path)} {flags}", ranks=4))
     assert_goes_on(trainer.planned(f"{saved.resuming} {resumed_with}", ranks), saved.run)
+
+
+def write_slowly() -> None:
+    """The writing process is still at it when the next steps are taken."""
+    from megatron_basp.megatron.seam import replace
+
+    def slow(original: Callable[..., Any]) -> Any:
+        def write_preloaded_data(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(3)
+            return original(*args, **kwargs)
+
+        return staticmethod(write_preloaded_data)
+
+    writer = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
+    replace(f"{writer}.write_preloaded_data", ["write_bucket"], slow)
+
+
+@pytest.mark.supports("Checkpoints", "`--async-save`, by Megatron's own worker")
+def test_training_does_not_change_what_is_still_being_written(trainer: Trainer, saved: Saved, tmp_path: Path) -> None:
+    flags = f"{saving(tmp_path)} {B3} {cp(4)} --async-save --use-persistent-ckpt-worker --async-strategy mcore"
+    trainer.planned(flags, ranks=4, sabotage=write_slowly)
+    run = trainer.planned(f"{Saved(tmp_path, []).resuming} {B3} {cp(4)}", ranks=4)
+    assert_goes_on(run, saved.run)
 
 
 def interrupt_after_three_steps() -> None:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_samples, assert_same_training, batch, cp
+from tests.end_to_end.training import (
+    GQA,
+    ROPE,
+    RankReport,
+    Trainer,
+    assert_close,
+    assert_same_samples,
+    assert_same_training,
+    batch,
+    cp,
+)
 
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# What a run in bf16 differs by from the same on other ranks, whose sums are taken in another order, is 1e-4 here.
+BF16_TOLERANCE = 4e-4
+BF16 = f"{GQA} {ROPE} --global-batch-size 6 --bf16"
 INSTANCES = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce"
 
 
@@ -93,3 +108,49 @@ def test_sharded_expert_parallel_ranks_train_as_data_parallel_ones(trainer: Trai
     )
     run = trainer.planned(f"{flags} {batch(3, ranks)} {cp(ranks)} {FSDP} optim_grads_params", ranks)
     assert_same_training(run, trainer.stock(f"{flags} {batch(3, 1, data_parallel=ranks)}", ranks))
+
+
+@pytest.fixture(scope="module")
+def saved(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[RankReport]]:
+    """A run on two ranks with three sequences a micro-batch, which saved after its fifth step."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    flags = f"{BF16} --micro-batch-size 3 {cp(2)} {FSDP} optim_grads_params --save {folder} --save-interval 5"
+    return folder, trainer.planned(flags, ranks=2)
+
+
+@pytest.mark.supports("Checkpoints", "fsdp_dtensor in bf16, resumed with the same flags", "the uninterrupted run")
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(
+    trainer: Trainer, saved: tuple[Path, list[RankReport]]
+) -> None:
+    folder, whole = saved
+    flags = f"{BF16} --micro-batch-size 3 {cp(2)} {FSDP} optim_grads_params --load {folder} --ckpt-step 5"
+    run = trainer.planned(flags, ranks=2)
+    assert run[-1].losses == whole[-1].losses[5:]
+    assert_close("parameter", run[0].parameters, whole[0].parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.supports(
+    "Checkpoints", "fsdp_dtensor in bf16, resumed with another N, B, and by stock on one rank", "rounding of bf16"
+)
+@pytest.mark.parametrize(
+    ("flags", "ranks", "mode"),
+    [("--micro-batch-size 1", 2, "basp"), ("--micro-batch-size 3", 4, "ulysses"), ("--micro-batch-size 3", 1, None)],
+)
+def test_a_run_resumed_with_other_flags_differs_by_rounding_only(
+    trainer: Trainer, saved: tuple[Path, list[RankReport]], flags: str, ranks: int, mode: str | None
+) -> None:
+    folder, whole = saved
+    flags = f"{BF16} {flags} {FSDP} optim_grads_params --load {folder} --ckpt-step 5"
+    run = trainer.planned(f"{flags} {cp(ranks)}", ranks, mode=mode) if mode else trainer.stock(flags, ranks)
+    for found, expected in zip(run[-1].losses, whole[-1].losses[5:], strict=True):
+        assert abs(found - expected) <= BF16_TOLERANCE
+
+
+@pytest.mark.slow
+@shows("Megatron-FSDP with `--bf16`", "rounding of bf16")
+def test_bf16_differs_from_one_rank_by_rounding_only(trainer: Trainer, saved: tuple[Path, list[RankReport]]) -> None:
+    _, run = saved
+    reference = trainer.stock(f"{BF16} --micro-batch-size 3")
+    for found, expected in zip(run[-1].losses, reference[-1].losses, strict=True):
+        assert abs(found - expected) <= BF16_TOLERANCE

@@ -35,10 +35,12 @@ def test_multi_latent_attention_trains_as_one_rank(trainer: Trainer, flags: str,
 @pytest.mark.supports(
     "Models", "multi-latent attention under tensor parallelism", "the same without context parallelism"
 )
+@pytest.mark.parametrize("norms", ["", pytest.param("--sequence-parallel", marks=pytest.mark.slow)])
 def test_multi_latent_attention_under_tensor_parallelism_trains_as_without_context_parallelism(
-    trainer: Trainer,
+    trainer: Trainer, norms: str
 ) -> None:
     flags = f"{MLA} {YARN} --q-lora-rank 24 --qk-layernorm {batch(3)} --tensor-model-parallel-size 2"
+    flags = f"{flags} {norms}"
     assert_same_training(trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2))
 
 

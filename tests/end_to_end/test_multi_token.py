@@ -80,12 +80,13 @@ def test_pipeline_stages_predict_several_tokens_as_without_context_parallelism(
 @pytest.mark.supports(
     "Models", "multi-token prediction under pipeline and tensor parallelism", "the same without context parallelism"
 )
+@pytest.mark.parametrize("norms", ["", pytest.param("--sequence-parallel", marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_predict_several_tokens_also_at_evaluation_with_another_micro_batch_size(
-    trainer: Trainer,
+    trainer: Trainer, norms: str
 ) -> None:
     """Stock Megatron cannot evaluate so, and takes the same samples in micro-batches of training's size."""
     flags = f"{MTP} {batch(2)} --tensor-model-parallel-size 2 --eval-global-batch-size 6"
-    run = trainer.planned(f"{flags} {cp(2)} --eval-micro-batch-size 3", ranks=4)
+    run = trainer.planned(f"{flags} {cp(2)} --eval-micro-batch-size 3 {norms}", ranks=4)
     assert_same_training(run, trainer.stock(flags, ranks=2))
 
 

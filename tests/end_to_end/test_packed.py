@@ -159,7 +159,7 @@ def test_packed_conversations_on_every_stage(trainer: Trainer, sft: str, paralle
 
 @pytest.mark.slow
 @pytest.mark.supports(
-    "Data and loss", f"`{MASKED}` with sliding windows, learned positions, experts, several replicas"
+    "Data and loss", f"`{MASKED}` with sliding windows, learned positions, experts, several replicas, Megatron-FSDP"
 )
 @pytest.mark.parametrize(
     ("flags", "planned"),
@@ -168,8 +168,9 @@ def test_packed_conversations_on_every_stage(trainer: Trainer, sft: str, paralle
         (f"--position-embedding-type learned_absolute {batch(3)}", cp(4)),
         (f"{GQA} {ROPE} {batch(3)} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2", cp(4)),
         (f"{GQA} {ROPE} {batch(3, data_parallel=2)} --calculate-per-token-loss", cp(2)),
+        (f"{GQA} {ROPE} {batch(3)}", f"{cp(4)} --use-megatron-fsdp --ckpt-format fsdp_dtensor"),
     ],
-    ids=["window", "learned positions", "experts", "replicas"],
+    ids=["window", "learned positions", "experts", "replicas", "sharded"],
 )
 def test_documents_are_kept_apart_in_other_models_and_replicas(trainer: Trainer, flags: str, planned: str) -> None:
     assert_same_as_by_document(trainer, f"{flags} {MASKED}", planned)

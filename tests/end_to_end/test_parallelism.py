@@ -96,7 +96,7 @@ def test_the_distributed_optimizer_with_overlap_trains_as_one_rank(trainer: Trai
     run = trainer.planned(
         f"{flags} {cp(4)} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks=4
     )
-    assert_same_training(run, trainer.stock(flags), gradients=False)
+    assert_same_training(run, trainer.stock(flags))
 
 
 @pytest.mark.supports("Parallelism", "tensor parallelism with `--sequence-parallel`", "tensor parallelism without it")
@@ -127,4 +127,4 @@ def test_several_instances_of_the_distributed_optimizer_train_as_one_rank(traine
     run = trainer.planned(
         f"{flags} {cp(2)} --use-distributed-optimizer --num-distributed-optimizer-instances 2", ranks=4
     )
-    assert_same_training(run, trainer.stock(flags), gradients=False)
+    assert_same_training(run, trainer.stock(flags))

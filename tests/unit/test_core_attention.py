@@ -9,7 +9,7 @@ import torch
 
 from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.core_attention import MegatronBaspAttention, make_sdpa, make_te, share_of_heads
-from megatron_basp.plan import PlanHolder
+from megatron_basp.plan import Limits, PlanHolder
 
 CAUSAL, PADDING = SimpleNamespace(name="causal"), SimpleNamespace(name="padding")
 
@@ -26,7 +26,7 @@ def transformer_config(heads: int = 8, kv_heads: int = 4, tensor_parallel: int =
 
 
 def runtime(*group_sizes: int) -> SimpleNamespace:
-    settings = SimpleNamespace(group_sizes=lambda: group_sizes)
+    settings = SimpleNamespace(group_sizes=lambda: group_sizes, limits=Limits(heads=8, kv_heads=4))
     return SimpleNamespace(settings=settings, groups=None, plan_holder=PlanHolder(), ledger=Ledger())
 
 

@@ -1,7 +1,9 @@
-"""Parameters and gradients as whole tensors, whichever wrapper holds them: Megatron-FSDP leaves a rank a shard."""
+"""Parameters and gradients as whole tensors, whoever holds them: the distributed optimizer leaves a rank the sums of a
+shard of the gradients, Megatron-FSDP a shard of all."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, parameter in chunk.param_and_grad_buffer.optimizer_named_parameters:
                 yield f"{index}.module.{name}", _whole(parameter)
         else:
-            yield from ((f"{index}.{name}", p.detach().clone()) for name, p in chunk.named_parameters())
+            yield from ((f"{index}.{name}", _kept(p)) for name, p in chunk.named_parameters())
 
 
 def named_gradients(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -26,11 +28,26 @@ def named_gradients(model: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, gradient in chunk.param_and_grad_buffer.dist_main_grad.items():
                 yield f"{index}.module.{name}", _whole(gradient)
         else:
-            yield from ((f"{index}.{name}", p.main_grad.clone()) for name, p in chunk.named_parameters())
+            if chunk.ddp_config.use_distributed_optimizer:
+                _gather_gradients(chunk)
+            yield from ((f"{index}.{name}", _kept(p.main_grad)) for name, p in chunk.named_parameters())
 
 
 def is_sharded(chunk: Any) -> bool:
     return hasattr(chunk, "param_and_grad_buffer")
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().to("cpu", copy=True)
+
+
+def _gather_gradients(chunk: Any) -> None:
+    """After a step the buffers are free, so that the shards of the others go where they belong."""
+    for buffers in itertools.chain(chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+        group = buffers.intra_distributed_optimizer_instance_group
+        for bucket in buffers.buckets:
+            shards = bucket.grad_data.chunk(group.size())
+            dist.all_gather_into_tensor(bucket.grad_data, shards[group.rank()].clone(), group=group)
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -44,4 +61,4 @@ def _whole(tensor: Any) -> torch.Tensor:
             shards: list[Any] = [None] * group.size()
             dist.all_gather_object(shards, whole, group=group)
             whole = torch.cat(shards)
-    return whole
+    return _kept(whole)

@@ -1,0 +1,39 @@
+"""Progress of forked ranks on the terminal that the command was started from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_basp.megatron.recorder import Record
+
+
+@contextmanager
+def terminal() -> Iterator[int]:
+    """A descriptor of this process's stderr for its ranks, whose own goes to their logs."""
+    descriptor = os.dup(2)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def step_progress(terminal: int, rank: int, name: str, steps: int) -> Iterator[Callable[[Record], None]]:
+    """In a rank: a bar of training steps, which rank 0 shows; yields what is to be called after each."""
+    from tqdm import tqdm
+
+    with (
+        os.fdopen(os.dup(terminal), "w") as stderr,
+        tqdm(total=steps, desc=name, unit="step", file=stderr, disable=rank != 0, mininterval=0.5) as progress,
+    ):
+
+        def advance(record: Record) -> None:
+            if record.losses:
+                progress.set_postfix_str(f"loss {record.losses[-1]:.4f}", refresh=False)
+            progress.update()
+
+        yield advance

@@ -1,0 +1,43 @@
+"""What is checked and measured beside Megatron's log."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_basp.exchange_timer import ExchangeTimer
+from megatron_basp.megatron.monitoring import check_throughput, peak_tflops
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("CPU", None),
+    ],
+)
+def test_the_peak_is_known_by_the_device_s_name(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak
+
+
+def test_a_throughput_above_the_peak_is_an_error_with_the_values() -> None:
+    check_throughput(988.0, "NVIDIA H100 80GB HBM3", rank=3)
+    check_throughput(1e6, "a device of next year", rank=3)
+    with pytest.raises(RuntimeError, match=r"rank 3: Megatron measured 1012\.5 TFLOP/s a GPU, and NVIDIA H100 80GB"):
+        check_throughput(1012.5, "NVIDIA H100 80GB HBM3", rank=3)
+
+
+def test_the_timer_adds_up() -> None:
+    timer = ExchangeTimer(on_gpu=False)
+    with timer():
+        sum(range(1000))
+    once = timer.total_seconds()
+    with timer():
+        sum(range(1000))
+    assert 0 < once < timer.total_seconds() < 1
