@@ -158,11 +158,13 @@ REFUSALS = (
     ),
 )
 
-# What is exact with the newest release, and was not shown to be with these minor versions.
+# What is exact with the newest release, and not, or not shown to be, with these minor versions.
 REFUSED_WITH = {
     "0.18": (
         Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),
         Refusal("sft", _unset, "packed rows; use megatron-core 0.19"),
+        Refusal("moe_z_loss_coeff", _unset, "it is logged for one rank's tokens alone; use megatron-core 0.19"),
+        Refusal("expert_tensor_parallel_size", _unset, "losses differed in a test; use megatron-core 0.19"),
     ),
     # Without Transformer Engine its layers cannot be built, so that nothing could be shown.
     "0.20": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
@@ -192,6 +194,11 @@ def refuse_unsupported_with(minor: str, args: Namespace, mode: str) -> None:
             _refuse(refusal, getattr(args, refusal.name), mode)
     for refusal in REFUSED_WITH.get(minor, ()):
         _refuse(refusal, getattr(args, refusal.name), f"{mode} and Megatron-Core {minor}")
+    if minor == "0.18" and args.num_experts and args.calculate_per_token_loss:
+        raise ConfigurationError(
+            "--calculate-per-token-loss with --num-experts: Megatron-Core 0.18 scales auxiliary losses by the tokens "
+            "of one rank, however many share a sequence; leave the flag out, or use megatron-core 0.19"
+        )
 
 
 def refuse_unsupported_config(config: Any, mode: str) -> None:

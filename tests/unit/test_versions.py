@@ -13,12 +13,29 @@ PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
 SOME_HAVE = {refusal.name: refusal.versions for refusal in REFUSALS if refusal.versions is not None}
 
 
+def arguments(**given):
+    names = [refusal.name for refusals in REFUSED_WITH.values() for refusal in refusals]
+    unset = dict.fromkeys([*names, *SOME_HAVE, "num_experts", "calculate_per_token_loss"])
+    return Namespace(**unset | given)
+
+
 def test_a_feature_not_shown_with_a_version_is_refused_with_that_one_only():
-    args = Namespace(mtp_num_layers=1, sft=False, **dict.fromkeys(SOME_HAVE))
-    with pytest.raises(ConfigurationError, match=r"^--mtp-num-layers \(got 1\) .* and Megatron-Core 0\.18: .*0\.19"):
+    for minor, refusals in REFUSED_WITH.items():
+        for refusal in refusals:
+            flag = "--" + refusal.name.replace("_", "-")
+            with pytest.raises(ConfigurationError, match=rf"^{flag} \(got 1\) .* and Megatron-Core {minor}: .*0\.19"):
+                refuse_unsupported_with(minor, arguments(**{refusal.name: 1}), "basp")
+            refuse_unsupported_with("0.19", arguments(**{refusal.name: 1}), "basp")
+        refuse_unsupported_with(minor, arguments(), "basp")
+
+
+def test_experts_are_balanced_by_the_tokens_of_one_rank_in_0_18():
+    args = arguments(num_experts=4, calculate_per_token_loss=True)
+    with pytest.raises(ConfigurationError, match=r"^--calculate-per-token-loss with .* Megatron-Core 0\.18"):
         refuse_unsupported_with("0.18", args, "basp")
     refuse_unsupported_with("0.19", args, "basp")
-    refuse_unsupported_with("0.18", Namespace(mtp_num_layers=None, sft=False), "basp")
+    refuse_unsupported_with("0.18", arguments(num_experts=4), "basp")
+    refuse_unsupported_with("0.18", arguments(calculate_per_token_loss=True), "basp")
 
 
 @pytest.mark.parametrize("name", SOME_HAVE)
