@@ -120,6 +120,12 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
         _check_ledger(args.basp_ledger)
     settings = _settings(args, mode, ranks)
     _check_mapping(args)
+    _check_virtual_stages(args, settings)
+    if args.num_experts and settings.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ConfigurationError(
+            f"Megatron trains experts under --tensor-model-parallel-size {settings.tensor_model_parallel_size} with "
+            f"--sequence-parallel only: add --sequence-parallel"
+        )
     for batch_size in settings.batch_sizes():
         tokens = settings.plan(batch_size, settings.seq_length).tokens
         if args.sequence_parallel and tokens % settings.tensor_model_parallel_size:
@@ -147,6 +153,28 @@ def _check_mapping(args: argparse.Namespace) -> None:
             f"{tensor_parallel}·{args.context_parallel_size} and {experts // args.expert_model_parallel_size}·"
             f"{args.expert_model_parallel_size}: leave it out, or choose --expert-model-parallel-size to fit"
         )
+
+
+def _check_virtual_stages(args: argparse.Namespace, settings: Settings) -> None:
+    """Megatron's own condition (`forward_backward_pipelining_with_interleaving`), which it meets with the first step,
+    and with the first evaluation."""
+    if not (args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank):
+        return
+    stages = args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or stages
+    evaluated = settings.global_batch_size if args.eval_global_batch_size is None else args.eval_global_batch_size
+    for use, samples, batch_size in (
+        ("in training", settings.global_batch_size, settings.micro_batch_size),
+        ("at evaluation", evaluated, settings.eval_micro_batch_size),
+    ):
+        data_parallel = settings.data_parallel_size
+        microbatches = samples // (batch_size * data_parallel)
+        if not stages <= group <= microbatches or 0 < microbatches % group < stages:
+            raise ConfigurationError(
+                f"virtual pipeline stages want M = samples/(B·DP) micro-batches to be a multiple of {group} "
+                f"(PP={stages}), got M={microbatches} {use} from {samples}/({batch_size}·{data_parallel}): use a "
+                f"global batch size that is a multiple of {group * batch_size * data_parallel}"
+            )
 
 
 def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:

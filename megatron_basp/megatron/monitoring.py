@@ -55,8 +55,12 @@ def checking_throughput(runtime: Runtime, original: Function) -> Function:
             from megatron.training import get_args
 
             args = get_args()
-            # Megatron counts a sliding window as full attention; and lower precisions have higher peaks.
-            if args.window_size is None and not args.fp8 and not args.fp4:
+            # Megatron counts a sliding window as full attention, the documents of an evaluation in the step after it,
+            # and a whole interval as if it were of its last batch size; lower precisions have higher peaks.
+            counted = (
+                args.window_size is None and not runtime.settings.packed and args.step_batch_size_schedule is None
+            )
+            if counted and not args.fp8 and not args.fp4:
                 check_throughput(throughput, torch.cuda.get_device_name(), torch.distributed.get_rank())
         return original(log_throughput, throughput)
 

@@ -47,6 +47,7 @@ _OTHER_BATCH = (
     "its batches are not [B, S] rows of one length, which is what is planned; use --sequence-parallel-mode none"
 )
 _OTHER_MIXING = "it mixes along the sequence without core attention, so ranks would miss each other's tokens"
+_OTHER_ORDER = "it writes what ranks hold in the order of the plan, not of stock context parallelism; leave it out"
 _SINCE_0_19 = ("0.19", "0.20")
 _SINCE_0_20 = ("0.20",)
 
@@ -87,6 +88,7 @@ REFUSALS = (
     ),
     Refusal("enable_mhc_connections", _unset, f"hyper-connections; {_NOT_PROVEN}", versions=_SINCE_0_20),
     Refusal("logit_dtype", _unset, _NOT_PROVEN, "--output-logit-dtype", _SINCE_0_20),
+    Refusal("use_kitchen_attention", _unset, "it names its own attention; leave it out"),
     Refusal("qk_clip", _unset, _NOT_PROVEN),
     Refusal("log_max_attention_logit", _unset, _NOT_PROVEN),
     Refusal("apply_query_key_layer_scaling", _unset, _NOT_PROVEN),
@@ -129,6 +131,13 @@ REFUSALS = (
         "ranks of a group draw from streams of their own, which was not tried with Transformer Engine's tracker of "
         "states; leave it out",
     ),
+    Refusal(
+        "inference_rng_tracker",
+        _unset,
+        "its tracker keeps no random states, from which ranks of a group derive their own; leave it out",
+    ),
+    Refusal("inprocess_restart", _unset, f"a second start within the process; {_NOT_PROVEN}"),
+    Refusal("fp16", _unset, f"its rounding; {_NOT_PROVEN}; or use --bf16"),
     Refusal("use_torch_fsdp2", _unset, _NOT_PROVEN),
     Refusal("outer_dp_sharding_strategy", lambda value: value in (None, "no_shard"), _NOT_PROVEN),
     Refusal("tp_comm_overlap", _unset, _NOT_PROVEN),
@@ -156,6 +165,9 @@ REFUSALS = (
         "it reads logits in the order of stock context parallelism; leave it out",
         versions=_SINCE_0_19,
     ),
+    Refusal("save_activations_interval", _unset, _OTHER_ORDER),
+    Refusal("save_dgrads_interval", _unset, _OTHER_ORDER),
+    Refusal("moe_routing_trace_path", _unset, _OTHER_ORDER, versions=_SINCE_0_19),
 )
 
 # What is exact with the newest release, and not, or not shown to be, with these minor versions.

@@ -86,7 +86,7 @@ def test_a_run_that_fails_is_called_different(verify: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--attention-dropout 0.1", "--attention-dropout (got 0.1) is not supported"),
+        ("--reset-attention-mask", "--reset-attention-mask (got True) is not supported"),
         ("--micro-batch-siz 2", "--micro-batch-siz is none of them"),
         ("--micro-batch-size two", "argument --micro-batch-size: invalid int value: 'two'"),
         ("--tensor-model-parallel-size 8 --micro-batch-size 4", "TP·PP·N must fit into 8 ranks"),

@@ -44,6 +44,13 @@ FEATURES = {
     "moe_input_jitter_eps": (None, 0.01),
     "overlap_moe_expert_parallel_comm": (False, True),
     "te_rng_tracker": (False, True),
+    "inference_rng_tracker": (False, True),
+    "inprocess_restart": (False, True),
+    "use_kitchen_attention": (False, True),
+    "save_activations_interval": (None, 10),
+    "save_dgrads_interval": (None, 10),
+    "moe_routing_trace_path": (None, "trace"),
+    "fp16": (False, True),
     "use_torch_fsdp2": (False, True),
     "outer_dp_sharding_strategy": ("no_shard", "optim"),
     "tp_comm_overlap": (False, True),
@@ -90,6 +97,10 @@ def megatron_like_parser():
     for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--pipeline-model-parallel-layout")
+    parser.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage", dest="microbatch_group_size_per_vp_stage"
+    )
+    parser.add_argument("--num-experts", type=int)
     parser.add_argument("--mtp-num-layers", type=int)
     parser.add_argument("--multi-latent-attention", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
@@ -390,6 +401,22 @@ def test_what_stock_fsdp_gets_wrong_is_refused_with_a_remedy(refused_flags, reme
     assert refused(f"{fsdp} {refused_flags}", world_size=16).startswith("--use-megatron-fsdp with --")
     assert accepted(f"{fsdp} {remedied_flags}", world_size=16).ranks == 8
     assert accepted(f"{BASP} {refused_flags}", world_size=16).ranks == 8, "without FSDP it is fine"
+
+
+def test_virtual_stages_with_too_few_micro_batches_are_refused_in_training_and_at_evaluation():
+    flags = f"{BASP} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 12"
+    assert accepted(flags, world_size=16).global_batch_size == 12
+    for more in ("--global-batch-size 3", "--eval-micro-batch-size 12", "--global-batch-size 9"):
+        message = refused(f"{flags} {more}", world_size=16)
+        assert message.startswith("virtual pipeline stages want")
+    assert "got M=1 at evaluation from 12/(12·1)" in refused(f"{flags} --eval-micro-batch-size 12", world_size=16)
+    assert accepted(f"{flags} --eval-micro-batch-size 12 --eval-global-batch-size 24", world_size=16)
+
+
+def test_experts_under_tensor_parallelism_want_sequence_parallel_norms():
+    flags = f"{BASP} --tensor-model-parallel-size 2 --num-attention-heads 16 --num-experts 4"
+    assert "add --sequence-parallel" in refused(flags, world_size=16)
+    assert accepted(f"{flags} --sequence-parallel", world_size=16).ranks == 8
 
 
 def test_an_unknown_mode_is_refused_by_the_parser(capsys):
