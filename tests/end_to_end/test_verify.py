@@ -10,7 +10,7 @@ import pytest
 
 from megatron_basp import all_to_all
 from megatron_basp.cli.main import main
-from megatron_basp.cli.verify import DEFAULT_FLAGS, plan_runs
+from megatron_basp.cli.verify_runs import DEFAULT_FLAGS, plan_runs
 from megatron_basp.errors import ConfigurationError
 from tests.end_to_end.training import Trainer
 
