@@ -56,8 +56,8 @@ def plan_runs(options: argparse.Namespace, gpus: int) -> Runs:
     from megatron_basp.megatron import scaled_flags
     from megatron_basp.megatron.arguments import settings_from_arguments
     from megatron_basp.megatron.command_line import CommandLine
-    from megatron_basp.megatron.versions import megatron_version
     from megatron_basp.megatron.text_dataset import prepare_sample_dataset
+    from megatron_basp.megatron.versions import megatron_version
 
     if options.ranks is not None and options.ranks < 2:
         raise ConfigurationError(f"--ranks must be 2 or more, got {options.ranks}")

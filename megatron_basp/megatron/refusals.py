@@ -171,15 +171,21 @@ REFUSALS = (
 )
 
 # What is exact with the newest release, and not, or not shown to be, with these minor versions.
+_NOT_TRIED = (
+    Refusal("use_megatron_fsdp", _unset, "not tried with it; use megatron-core 0.19"),
+    Refusal("fp8", _unset, "not tried with it; use megatron-core 0.19", "--fp8-format"),
+)
 REFUSED_WITH = {
     "0.18": (
+        *_NOT_TRIED,
+        Refusal("softmax_type", lambda value: value in (None, "vanilla"), "attention sinks; use megatron-core 0.19"),
         Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),
         Refusal("sft", _unset, "packed rows; use megatron-core 0.19"),
         Refusal("moe_z_loss_coeff", _unset, "it is logged for one rank's tokens alone; use megatron-core 0.19"),
         Refusal("expert_tensor_parallel_size", _unset, "losses differed in a test; use megatron-core 0.19"),
     ),
     # Without Transformer Engine its layers cannot be built, so that nothing could be shown.
-    "0.20": (Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19"),),
+    "0.20": (*_NOT_TRIED, Refusal("mtp_num_layers", _unset, "multi-token prediction; use megatron-core 0.19")),
 }
 # Fields of a model's configuration that no flag sets.
 CONFIG_REFUSALS = (

@@ -22,7 +22,7 @@ def arguments(**given):
 def test_a_feature_not_shown_with_a_version_is_refused_with_that_one_only():
     for minor, refusals in REFUSED_WITH.items():
         for refusal in refusals:
-            flag = "--" + refusal.name.replace("_", "-")
+            flag = refusal.flag or "--" + refusal.name.replace("_", "-")
             with pytest.raises(ConfigurationError, match=rf"^{flag} \(got 1\) .* and Megatron-Core {minor}: .*0\.19"):
                 refuse_unsupported_with(minor, arguments(**{refusal.name: 1}), "basp")
             refuse_unsupported_with("0.19", arguments(**{refusal.name: 1}), "basp")
