@@ -141,10 +141,12 @@ def model_from_hugging_face(config: Mapping[str, Any]) -> ModelSpec:
     families = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
     family = config.get("model_type")
     if family not in families:
-        raise ConfigurationError(f"model_type {family} is not known, only {', '.join(families)}: give Megatron's flags")
+        raise ConfigurationError(
+            f"model_type {family} is not known, only {', '.join(families)}: give Megatron's flags"
+        )
 
     def need(name: str) -> int:
-        if name not in config:
+        if config.get(name) is None:
             raise ConfigurationError(f"the config.json of this {family} model has no {name}: is it the model's own?")
         return int(config[name])
 
@@ -176,7 +178,7 @@ def load_model(name_or_file: str, folder: Path) -> ModelSpec:
         file = folder / f"{name_or_file}.yaml"
     if not file.is_file():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ConfigurationError(f"there is no model {name_or_file}: use one of {known}, or a YAML or config.json file")
+        raise ConfigurationError(f"there is no model {name_or_file}: use one of {known}, or a .yaml or .json file")
     try:
         content = json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
     except ValueError as error:
