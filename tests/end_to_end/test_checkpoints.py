@@ -187,11 +187,11 @@ def interrupt_after_three_steps() -> None:
 
         return train_step
 
-    def main() -> None:
+    def train(config: Any) -> None:
         with contextlib.suppress(SystemExit):
-            plain_main()
+            plain_train(config)
 
-    plain_main, pretrain_gpt.main = pretrain_gpt.main, main
+    plain_train, pretrain_gpt.train = pretrain_gpt.train, train
     replace("megatron.training.training:train_step", ["forward_step_func", "data_iterator", "model"], step)
 
 
