@@ -309,7 +309,7 @@ def refuse_unsupported_fsdp(args: Namespace) -> None:
             f"of ranks, got {tensor_parallel}·{expert_parallel} and {ranks}: use less expert parallelism, or "
             f"--calculate-per-token-loss"
         )
-    if args.save is not None and args.swiglu and not (args.bf16 or args.fp16):
+    if args.save is not None and args.swiglu and not args.bf16:
         raise ConfigurationError(
             "--use-megatron-fsdp with --save, --swiglu and fp32: Megatron cannot write that checkpoint, since it "
             "looks for parameters behind the wrapper of mixed precision: use --bf16, or leave --save out"

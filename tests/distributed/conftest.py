@@ -23,12 +23,15 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any
     Starting ranks takes longer than what they do here: each file starts them once, for all of its cases, and its tests
     look at what came back.
     """
+    return over_gloo(tmp_path_factory)
 
+
+def over_gloo(folders: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     def call(function: Callable[[int], Any], ranks: int = 4) -> list[Any]:
         def with_gloo(rank: int) -> Any:
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
             return function(rank)
 
-        return run_ranks(with_gloo, ranks, tmp_path_factory.mktemp("ranks"))
+        return run_ranks(with_gloo, ranks, folders.mktemp("ranks"))
 
     return call

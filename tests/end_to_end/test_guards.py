@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_basp.errors import RankFailed
+from tests.end_to_end.faults import gradient_of_one_kv_copy
 from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_training
 
 FLAGS = f"{GQA} {ROPE} --micro-batch-size 3 --global-batch-size 6"
@@ -103,20 +104,6 @@ def loss_averaged_by_rank() -> None:
     from megatron_basp.megatron import schedule
 
     schedule.with_rescaled_loss = lambda forward_step_func, runtime: forward_step_func
-
-
-def gradient_of_one_kv_copy() -> None:
-    from megatron_basp import all_to_all
-
-    from_ranks = all_to_all._from_ranks
-
-    def first_copy_only(x, shape):  # type: ignore[no-untyped-def]
-        tokens, heads, head_size = shape
-        if heads < x.shape[0]:
-            return x.reshape(heads, -1, tokens, head_size)[:, 0].transpose(0, 1).contiguous()
-        return from_ranks(x, shape)
-
-    all_to_all._from_ranks = first_copy_only
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from megatron_basp import all_to_all
 from megatron_basp.cli.main import main
 from megatron_basp.cli.verify_runs import DEFAULT_FLAGS, plan_runs
 from megatron_basp.errors import ConfigurationError
+from tests.end_to_end.faults import gradient_of_one_kv_copy
 from tests.end_to_end.training import Trainer
 
 LLAMA = """
@@ -57,15 +58,8 @@ def test_tensor_parallel_and_plain_flags_are_held_to_the_same_without_context_pa
 
 
 def test_a_broken_exchange_is_called_different(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from_ranks = all_to_all._from_ranks
-
-    def first_copy_only(x, shape):  # type: ignore[no-untyped-def]
-        tokens, heads, head_size = shape
-        if heads < x.shape[0]:
-            return x.reshape(heads, -1, tokens, head_size)[:, 0].transpose(0, 1).contiguous()
-        return from_ranks(x, shape)
-
-    monkeypatch.setattr(all_to_all, "_from_ranks", first_copy_only)
+    monkeypatch.setattr(all_to_all, "_from_ranks", all_to_all._from_ranks)  # put back afterwards
+    gradient_of_one_kv_copy()
     status, out, _ = verify("--ranks", "2", "--json", "--", *DEFAULT_FLAGS.split(), "--num-query-groups", "1")
     document = json.loads(out)
     assert status == 1 and document["verdict"] == "different"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_basp.local_ranks import run_ranks
+from tests.distributed.conftest import over_gloo
 from tests.end_to_end.conftest import make_trainer
 from tests.end_to_end.training import Trainer
 
@@ -40,13 +37,4 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 @pytest.fixture(scope="session")
 def on_ranks(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     """Call a function of the rank on so many ranks that talk over gloo; gives what each returned."""
-    torch.set_num_threads(1)
-
-    def call(function: Callable[[int], Any], ranks: int = 4) -> list[Any]:
-        def with_gloo(rank: int) -> Any:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-            return function(rank)
-
-        return run_ranks(with_gloo, ranks, tmp_path_factory.mktemp("ranks"))
-
-    return call
+    return over_gloo(tmp_path_factory)

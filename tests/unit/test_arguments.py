@@ -89,7 +89,7 @@ def megatron_like_parser():
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
-    for name in ("use-megatron-fsdp", "overlap-grad-reduce", "ddp-average-in-collective", "swiglu", "bf16", "fp16"):
+    for name in ("use-megatron-fsdp", "overlap-grad-reduce", "ddp-average-in-collective", "swiglu", "bf16"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--save")
     parser.add_argument("--sft", action="store_true")
