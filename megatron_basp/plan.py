@@ -21,11 +21,15 @@ Pure: no torch, no Megatron, no globals.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_basp.decomposition import WaveCost, cheapest_counts
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.placement import divisors, pairs_across
+
+CostOf = Callable[[int], WaveCost]
 
 
 @dataclass(frozen=True)
@@ -165,37 +169,34 @@ def heads_fit(group_size: int, limits: Limits) -> bool:
     return heads % group_size == 0 and (kv_heads % group_size == 0 or group_size % kv_heads == 0)
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def plan_batch(lengths: Sequence[int], ranks: int, limits: Limits) -> BatchPlan:
+def plan_batch(lengths: Sequence[int], ranks: int, limits: Limits, cost_of: CostOf | None = None) -> BatchPlan:
     """Deal the rows of a micro-batch out to groups of ranks, at the least cost.
 
     Args:
         lengths: tokens in each row; equal for now.
         ranks: N.
         limits: heads, a forced K, the fast domain.
-
-    The cost of a decomposition into waves is the bytes that it sends across domains, then all the bytes that it sends
-    (T·d·(2H + 2·max(Hkv, K))·(K-1)/K a rank, layer and direction).
+        cost_of: what a wave at K costs, for rows of these lengths. Without it, the bytes that it sends across domains
+            come first and all the bytes that it sends second (`bytes_of_wave`).
 
     Raises:
         ConfigurationError (a ValueError): no decomposition exists; says which formula fails, and the remedy.
     """
     lengths = tuple(lengths)
-    rows = len(lengths)
-    _check_sizes(lengths, ranks, limits)
-    length = lengths[0]
+    check_sizes(lengths, ranks, limits)
+    rows, length = len(lengths), lengths[0]
     if limits.group_size is not None:
-        counts = {limits.group_size: rows}
         _check_forced(rows, length, ranks, limits)
-    else:
-        sizes = [k for k in _divisors(ranks) if heads_fit(k, limits) and length % k == 0]
-        found = _cheapest_counts(rows, ranks, sizes, limits)
-        if found is None:
-            raise ConfigurationError(_why_nothing_fits(rows, length, ranks, limits))
-        counts = found
+        return plan_of_counts(lengths, ranks, {limits.group_size: rows})
+    sizes = fitting_sizes(length, ranks, limits)
+    counts = cheapest_counts(rows, ranks, sizes, cost_of or bytes_of_wave(rows, ranks, limits))
+    if counts is None:
+        raise ConfigurationError(_why_nothing_fits(rows, length, ranks, limits))
+    return plan_of_counts(lengths, ranks, counts)
+
+
+def plan_of_counts(lengths: tuple[int, ...], ranks: int, counts: Mapping[int, int]) -> BatchPlan:
+    """The plan that gives so many rows to each K, the smallest K first."""
     waves, first = [], 0
     for group_size in sorted(counts):
         stop = first + counts[group_size]
@@ -204,7 +205,32 @@ def plan_batch(lengths: Sequence[int], ranks: int, limits: Limits) -> BatchPlan:
     return BatchPlan(lengths, ranks, tuple(waves))
 
 
-def _check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
+def fitting_sizes(length: int, ranks: int, limits: Limits) -> list[int]:
+    """Each K that divides N, S and the heads."""
+    return [k for k in divisors(ranks) if heads_fit(k, limits) and length % k == 0]
+
+
+def bytes_of_wave(rows: int, ranks: int, limits: Limits) -> CostOf:
+    """The cost where nothing is known of the links: bytes across domains, then bytes to any rank.
+
+    A rank sends T·e·d·(2H + 2·max(Hkv, K))·(K-1)/K a layer and direction. Integers, up to factors that all K share.
+    """
+
+    # A rank holds S/K tokens of each of N/K rows and sends 1/K of their elements to a peer; N/K groups do so.
+    def volume(group_size: int) -> int:
+        return exchanged_elements_per_token(group_size, limits) * (ranks // group_size) ** 2
+
+    # One byte across outweighs all bytes that a plan of these rows can send.
+    heavy = 1 + rows * max(volume(size) * (size - 1) * ranks for size in divisors(ranks))
+
+    def cost_of(group_size: int) -> WaveCost:
+        across = volume(group_size) * pairs_across(group_size, ranks, limits.domain_size)
+        return WaveCost(0, across * heavy + volume(group_size) * (group_size - 1) * ranks)
+
+    return cost_of
+
+
+def check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
     if ranks < 1:
         raise ConfigurationError(f"a context-parallel group needs at least 1 rank, got N={ranks}")
     if not lengths:
@@ -230,7 +256,7 @@ def _check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
 def _check_forced(rows: int, length: int, ranks: int, limits: Limits) -> None:
     group_size = limits.group_size
     assert group_size is not None
-    fitting = [k for k in _divisors(ranks) if heads_fit(k, limits) and rows % (ranks // k) == 0 and length % k == 0]
+    fitting = [k for k in divisors(ranks) if heads_fit(k, limits) and rows % (ranks // k) == 0 and length % k == 0]
     remedy = f"use a group size out of {fitting}" if fitting else "leave the group size to the planner"
     if group_size < 1 or ranks % group_size:
         raise ConfigurationError(f"N % K must be 0, got N={ranks} ranks and K={group_size}: {remedy}")
@@ -253,58 +279,14 @@ def _check_forced(rows: int, length: int, ranks: int, limits: Limits) -> None:
         )
 
 
-def _cheapest_counts(rows: int, ranks: int, sizes: list[int], limits: Limits) -> dict[int, int] | None:
-    """Rows for each K with the least cost and all rows used, or None. Coin change: a wave at K takes rows by N/K."""
-    # The cost of the N/K rows that one step at K takes, up to factors that all K share: elements sent to ranks of
-    # other domains, and to any rank. A rank holds S/K tokens of such a row and sends 1/K of their elements to a peer.
-    steps = []
-    for size in sizes:
-        groups = ranks // size
-        volume = exchanged_elements_per_token(size, limits) * groups * groups
-        steps.append((groups, size, volume * _pairs_across(size, ranks, limits), volume * (size - 1) * ranks))
-    best: list[tuple[int, int] | None] = [(0, 0)] + [None] * rows
-    chosen: list[tuple[int, int]] = [(0, 0)] * (rows + 1)
-    for total in range(1, rows + 1):
-        for groups, size, across, everything in steps:
-            before = best[total - groups] if groups <= total else None
-            if before is None:
-                continue
-            cost = (before[0] + across, before[1] + everything)
-            here = best[total]
-            if here is None or cost < here:
-                best[total], chosen[total] = cost, (groups, size)
-    if best[rows] is None:
-        return None
-    counts: dict[int, int] = {}
-    left = rows
-    while left:
-        groups, size = chosen[left]
-        counts[size] = counts.get(size, 0) + groups
-        left -= groups
-    return counts
-
-
-def _pairs_across(group_size: int, ranks: int, limits: Limits) -> int:
-    """Ordered pairs of ranks that share a group of K but not a fast domain."""
-    if limits.domain_size is None:
-        return 0
-    within, start = 0, 0
-    while start < ranks:
-        # Where a group or a domain ends, so does a run of ranks that share both.
-        stop = min(_next_multiple(start + 1, group_size), _next_multiple(start + 1, limits.domain_size), ranks)
-        within += (stop - start) ** 2
-        start = stop
-    return ranks * group_size - within
-
-
 def _next_multiple(n: int, factor: int) -> int:
     return -(-n // factor) * factor
 
 
 def _why_nothing_fits(rows: int, length: int, ranks: int, limits: Limits) -> str:
-    by_heads = [k for k in _divisors(ranks) if heads_fit(k, limits)]
+    by_heads = [k for k in divisors(ranks) if heads_fit(k, limits)]
     largest = by_heads[-1]
-    if _cheapest_counts(rows, ranks, by_heads, limits) is not None:
+    if cheapest_counts(rows, ranks, by_heads, bytes_of_wave(rows, ranks, limits)) is not None:
         return (
             f"B={rows} sequences of S={length} tokens cannot be dealt out to N={ranks} ranks: S % K must be 0, and of "
             f"K in {by_heads} only {[k for k in by_heads if length % k == 0]} divide S: the next sequence length that "

@@ -1,4 +1,4 @@
-"""The groups that ranks share a sequence in: rank lists first (pure), then the process groups.
+"""The process groups that ranks share a sequence in, made from rank lists (`placement.py`).
 
 Every rank of the world creates every group, in the same order, so that no two ranks wait for each other in different
 ones. Their number depends on the CP groups and on the K that plans can choose, never on layers.
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+from megatron_basp.placement import aligned_blocks
 
 NewGroup = Callable[[list[int], str], dist.ProcessGroup]
 
@@ -34,29 +36,6 @@ class SequenceGroups:
         for group in [*self.by_size.values(), self.alone]:
             if group is not self.cp_group:
                 dist.destroy_process_group(group)
-
-
-def aligned_blocks(cp_ranks: Sequence[int], group_size: int) -> list[tuple[int, ...]]:
-    """The groups of K ranks of one CP group: consecutive, disjoint, covering it."""
-    if len(cp_ranks) % group_size:
-        raise ValueError(f"N % K must be 0, got N={len(cp_ranks)} and K={group_size}")
-    return [tuple(cp_ranks[i : i + group_size]) for i in range(0, len(cp_ranks), group_size)]
-
-
-def aligned_domain_size(cp_groups: Iterable[Sequence[int]], domain_of_rank: Mapping[int, object]) -> int:
-    """The largest D such that every aligned block of D ranks, in every CP group, lies in one fast domain.
-
-    Args:
-        cp_groups: global ranks of each CP group; all of the same size N.
-        domain_of_rank: for each global rank something that its domain has and others have not, such as a host name.
-    """
-    cp_groups = list(cp_groups)
-    size = len(cp_groups[0])
-    for domain_size in sorted((d for d in range(1, size + 1) if size % d == 0), reverse=True):
-        blocks = [block for cp_ranks in cp_groups for block in aligned_blocks(cp_ranks, domain_size)]
-        if all(len({domain_of_rank[rank] for rank in block}) == 1 for block in blocks):
-            return domain_size
-    raise AssertionError("a block of one rank lies in one domain")
 
 
 def create_sequence_groups(

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_basp.megatron.settings import Settings
+from megatron_basp.placement import aligned_blocks
 from megatron_basp.plan import BatchPlan, Limits
-from megatron_basp.process_groups import aligned_blocks
 
 
 def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, object]) -> None:

@@ -27,8 +27,9 @@ from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.megatron.versions import megatron_minor
+from megatron_basp.placement import aligned_domain_size
 from megatron_basp.plan_agreement import check_agreement
-from megatron_basp.process_groups import aligned_domain_size, create_sequence_groups
+from megatron_basp.process_groups import create_sequence_groups
 
 
 def adding_arguments(runtime: Runtime, original: Function) -> Function:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
+from tests.decompositions import all_decompositions
 
 
 def divisors(n):
@@ -146,18 +147,6 @@ def test_a_rank_outside_of_the_group_has_no_share(plan):
 
 
 # Cost.
-
-
-def all_decompositions(rows, ranks, sizes):
-    """Every way to use up `rows` with waves whose rows are a multiple of N/K, as rows for each K."""
-    if not sizes:
-        return [{}] if rows == 0 else []
-    size, *others = sizes
-    return [
-        {size: taken, **rest} if taken else rest
-        for taken in range(0, rows + 1, ranks // size)
-        for rest in all_decompositions(rows - taken, ranks, others)
-    ]
 
 
 @cache

@@ -1,10 +1,10 @@
-"""Which ranks form a group. (The groups themselves: tests/distributed/test_sequence_groups.py)"""
+"""Which ranks form a group, and what of it leaves a domain. (Groups: tests/distributed/test_sequence_groups.py)"""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_basp.process_groups import aligned_blocks, aligned_domain_size
+from megatron_basp.placement import aligned_blocks, aligned_domain_size, pairs_across, peers
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 5))
@@ -70,3 +70,32 @@ def test_the_fast_domain_found_lies_on_one_host_and_no_larger_one_does(host_of_r
 
     expected = max(size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0 and lies_on_one_host(size))
     assert aligned_domain_size([ranks], dict(enumerate(host_of_rank))) == expected
+
+
+@st.composite
+def groups_and_domains(draw):
+    """K, N and D; D need not divide anything."""
+    group_size = draw(st.integers(1, 8))
+    ranks = group_size * draw(st.integers(1, 6))
+    return group_size, ranks, draw(st.integers(1, ranks + 2))
+
+
+@given(groups_and_domains())
+def test_peers_are_counted_link_by_link_in_the_domain_that_has_most_elsewhere(arguments):
+    group_size, ranks, domain_size = arguments
+    across = {rank: 0 for rank in range(ranks)}
+    for block in aligned_blocks(range(ranks), group_size):
+        for rank in block:
+            across[rank] = sum(peer // domain_size != rank // domain_size for peer in block)
+    domains = [[across[rank] for rank in range(first, min(first + domain_size, ranks))]
+               for first in range(0, ranks, domain_size)]  # fmt: skip
+    worst = max(sum(of_domain) / len(of_domain) for of_domain in domains)
+    found = peers(group_size, ranks, domain_size)
+    assert found.across == pytest.approx(worst)
+    assert found.within + found.across == group_size - 1
+    assert pairs_across(group_size, ranks, domain_size) == sum(across.values())
+
+
+def test_without_a_known_domain_nothing_is_known_to_leave_one():
+    assert peers(4, 8, None) == (3, 0)
+    assert pairs_across(4, 8, None) == 0

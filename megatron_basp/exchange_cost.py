@@ -1,0 +1,147 @@
+"""What the exchange of one wave costs, in bytes and in seconds: one layer, one direction, one micro-batch. Pure.
+
+Letters as in `plan.py`. A rank of a wave at K holds t tokens of it and, in the exchange, hands every peer of its group
+a K-th of their heads: q and the output have H, keys and values max(Hkv, K) each. Backward moves what forward moves.
+
+    seconds = latency + max(inside a domain, across domains) + copies
+
+The links inside and across are different ones and work at the same time; the copies before and after do not overlap
+with either. All GPUs of a node exchange at once and share what leaves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_basp.cluster import ClusterSpec
+from megatron_basp.decomposition import WaveCost
+from megatron_basp.placement import peers
+from megatron_basp.plan import BatchPlan, CostOf
+
+# What strided copies reach of a GPU's memory bandwidth: assumed (`megatron-basp bench fabric` measures plain ones).
+COPY_SHARE_OF_PEAK = 0.8
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Of one tensor-parallel rank: H, Hkv, the head sizes d_qk and d_v, and bytes an element."""
+
+    heads: int
+    kv_heads: int
+    query_head_size: int
+    value_head_size: int
+    element_bytes: int
+
+    def query_key_value_bytes(self, tokens: float, group_size: int) -> float:
+        """Of q, k and v of so many tokens, as sent: a key-value head once for each rank that needs it."""
+        kv_heads = max(self.kv_heads, group_size)
+        elements = self.heads * self.query_head_size + kv_heads * (self.query_head_size + self.value_head_size)
+        return tokens * elements * self.element_bytes
+
+    def output_bytes(self, tokens: float) -> float:
+        return tokens * self.heads * self.value_head_size * self.element_bytes
+
+
+@dataclass(frozen=True)
+class ExchangeMethod:
+    """How an implementation exchanges.
+
+    collectives: in one direction.
+    query_key_value_passes, output_passes: how often they are read and written again in memory, packing and unpacking.
+    """
+
+    collectives: int
+    query_key_value_passes: float
+    output_passes: float
+
+
+# `all_to_all.py`: q, k, v in one collective, packed and unpacked; the output in one, unpacked.
+OURS = ExchangeMethod(collectives=2, query_key_value_passes=2, output_passes=1)
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """Of one rank, in one layer and direction; sums of these are of several waves.
+
+    within_bytes, across_bytes: sent to ranks of its own domain, and of others.
+    latency_seconds, within_seconds, across_seconds, copy_seconds: each taken alone.
+    seconds: together, as the module says.
+    """
+
+    within_bytes: float = 0
+    across_bytes: float = 0
+    latency_seconds: float = 0
+    within_seconds: float = 0
+    across_seconds: float = 0
+    copy_seconds: float = 0
+    seconds: float = 0
+
+    def __add__(self, other: ExchangeCost) -> ExchangeCost:
+        return ExchangeCost(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.within_bytes + self.across_bytes
+
+
+def _values(cost: ExchangeCost) -> tuple[float, ...]:
+    return tuple(vars(cost).values())
+
+
+@dataclass(frozen=True)
+class ExchangeModel:
+    """Knows what a wave costs on a cluster.
+
+    ranks: N. domain_size: D, consecutive CP ranks in a fast domain. tensor_parallel: TP; K ranks are K·TP devices.
+    """
+
+    cluster: ClusterSpec
+    shape: AttentionShape
+    ranks: int
+    domain_size: int
+    tensor_parallel: int = 1
+    method: ExchangeMethod = OURS
+
+    def of_wave(self, group_size: int, tokens: float) -> ExchangeCost:
+        """Args: tokens: t, that a rank holds of the wave."""
+        if group_size == 1:
+            return ExchangeCost()
+        cluster, (within, across) = self.cluster, peers(group_size, self.ranks, self.domain_size)
+        query_key_value = self.shape.query_key_value_bytes(tokens, group_size)
+        output = self.shape.output_bytes(tokens)
+        to_a_peer = (query_key_value + output) / group_size
+        within_bytes, across_bytes = to_a_peer * within, to_a_peer * across
+        together = round(within) + 1  # ranks of the group that share a domain
+        latency = cluster.within_latency_seconds(together) if within else 0.0
+        across_seconds = 0.0
+        if across:
+            latency = max(latency, cluster.across.latency_seconds)
+            nodes = max(2, -(-group_size * self.tensor_parallel // cluster.gpus_per_node))
+            across_seconds = across_bytes * cluster.gpus_per_node / cluster.across_bytes_per_second(nodes)
+        within_seconds = within_bytes / cluster.within_bytes_per_second(together) if within else 0.0
+        latency_seconds = latency * self.method.collectives
+        passes = self.method
+        copied = query_key_value * passes.query_key_value_passes + output * passes.output_passes
+        copy_seconds = 2 * copied / (cluster.memory_bytes_per_second * COPY_SHARE_OF_PEAK)  # each is read and written
+        return ExchangeCost(
+            within_bytes,
+            across_bytes,
+            latency_seconds,
+            within_seconds,
+            across_seconds,
+            copy_seconds,
+            latency_seconds + max(within_seconds, across_seconds) + copy_seconds,
+        )
+
+    def of_plan(self, plan: BatchPlan) -> ExchangeCost:
+        """All waves, one after the other."""
+        return sum((self.of_wave(w.group_size, sum(w.lengths) / plan.ranks) for w in plan.waves), ExchangeCost())
+
+    def cost_of(self, seq_length: int) -> CostOf:
+        """For `plan_batch`: seconds of a wave for its latency, and of each N/K rows of S tokens."""
+
+        def cost_of(group_size: int) -> WaveCost:
+            cost = self.of_wave(group_size, seq_length / group_size)
+            return WaveCost(cost.latency_seconds, cost.seconds - cost.latency_seconds)
+
+        return cost_of
