@@ -66,11 +66,12 @@ class ModelSpec:
         """Of one layer; in a mixture, of all its experts, its shared expert and its router."""
         if not self.experts:
             return self._matrices(self.ffn)
-        return (
-            self.experts * self._matrices(self.expert_ffn)
-            + self._matrices(self.shared_expert_ffn)
-            + self.hidden * self.experts
-        )
+        return self.expert_parameters + self._matrices(self.shared_expert_ffn) + self.hidden * self.experts
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one layer: all that expert-parallel ranks divide among them."""
+        return self.experts * self._matrices(self.expert_ffn)
 
     @property
     def active_mlp_parameters(self) -> int:

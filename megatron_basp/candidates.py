@@ -1,0 +1,218 @@
+"""The plans that a micro-batch could have, what each costs, and why: which K, and would plain flags do as well. Pure.
+
+Ulysses is the plan with one wave at K = N. A plan with one wave at K does what stock Megatron does with context
+parallelism of K, micro-batch B·K/N and N/K times the data parallelism: it is charged the same, whatever exchange stock
+would use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from megatron_basp.cost_model import StepCost, exchange_model, step_cost
+from megatron_basp.decomposition import WaveCost, cheapest_counts
+from megatron_basp.errors import ConfigurationError
+from megatron_basp.exchange_cost import OURS, ExchangeMethod
+from megatron_basp.memory_cost import MemoryCost, memory_of
+from megatron_basp.placement import divisors, peers
+from megatron_basp.plan import BatchPlan, CostOf, fitting_sizes, heads_fit, plan_batch, plan_of_counts
+from megatron_basp.training_spec import Recompute, Sharding, TrainingSpec
+
+USABLE_SHARE_OF_MEMORY = 0.95  # the rest is what an allocator cannot hand out
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan of the micro-batch and its cost; reason: one sentence."""
+
+    plan: BatchPlan
+    cost: StepCost
+    fits_memory: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlainFlags:
+    """Stock Megatron over the same devices and samples: one K for all sequences."""
+
+    context_parallel_size: int
+    micro_batch_size: int
+    cost: StepCost
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every plan that is worth a look, the cheapest first.
+
+    chosen: what a run takes. ulysses: one wave at K = N, or None where the heads or S forbid it.
+    plain: the fastest plain flags that take the same samples on the same devices, or None.
+    equivalent: plain flags that do what `chosen` does, or None.
+    refused: for each K that no wave can have, the reason.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate
+    ulysses: Candidate | None
+    plain: PlainFlags | None
+    equivalent: PlainFlags | None
+    refused: dict[int, str]
+
+
+def compare_plans(training: TrainingSpec, group_size: int | None = None, method: ExchangeMethod = OURS) -> Comparison:
+    """All that is worth a look for this run.
+
+    Args:
+        group_size: K, where the user fixed it (`--basp-group-size`).
+
+    Raises:
+        ConfigurationError: there is no plan, or none that fits the memory (with what would make it fit).
+    """
+    lengths = (training.seq_length,) * training.micro_batch_size
+    ranks = training.parallelism.context_parallel_size
+    cost_of = exchange_model(training, method).cost_of(training.seq_length)
+    chosen_plan = plan_batch(lengths, ranks, replace(training.limits, group_size=group_size), cost_of)
+    plans = {chosen_plan: None, **dict.fromkeys(_plans(training, lengths, cost_of))}
+    costs = {plan: step_cost(training, plan, method) for plan in plans}
+    room = training.cluster.memory_bytes * USABLE_SHARE_OF_MEMORY
+    fitting = [plan for plan in plans if costs[plan].memory.total_bytes <= room]
+    if not fitting or (group_size is not None and chosen_plan not in fitting):
+        raise ConfigurationError(_what_would_fit(training, chosen_plan, costs[chosen_plan].memory, room))
+    if chosen_plan not in fitting:
+        chosen_plan = min(fitting, key=lambda plan: costs[plan].step_seconds)
+    least = costs[chosen_plan].step_seconds
+    found = {
+        plan: Candidate(plan, cost, plan in fitting, _reason(training, plan, cost, least, plan == chosen_plan))
+        for plan, cost in costs.items()
+    }
+    ulysses = next((one for plan, one in found.items() if plan.group_sizes == (ranks,)), None)
+    return Comparison(
+        candidates=tuple(sorted(found.values(), key=lambda one: one.cost.step_seconds)),
+        chosen=found[chosen_plan],
+        ulysses=ulysses,
+        plain=_fastest_plain(training, method, room),
+        equivalent=_equivalent(training, chosen_plan, method),
+        refused={size: why for size in divisors(ranks) if (why := _why_not(training, size))},
+    )
+
+
+def _plans(training: TrainingSpec, lengths: tuple[int, ...], cost_of: CostOf) -> list[BatchPlan]:
+    """For each K the plan with nothing else, and the cheapest that has a wave at K."""
+    rows, ranks = len(lengths), training.parallelism.context_parallel_size
+    sizes = fitting_sizes(training.seq_length, ranks, training.limits)
+    plans = []
+    for size in sizes:
+        groups = ranks // size
+        if rows % groups == 0:
+            plans.append(plan_of_counts(lengths, ranks, {size: rows}))
+        if rows < groups:
+            continue
+
+        # One step at K is taken; the rest may add to its wave without setting one up again.
+        def cost_with(other: int, size: int = size) -> WaveCost:
+            return cost_of(other)._replace(per_wave=0) if other == size else cost_of(other)
+
+        counts = cheapest_counts(rows - groups, ranks, sizes, cost_with)
+        if counts is not None:
+            plans.append(plan_of_counts(lengths, ranks, {**counts, size: counts.get(size, 0) + groups}))
+    return plans
+
+
+def _fastest_plain(training: TrainingSpec, method: ExchangeMethod, room: float) -> PlainFlags | None:
+    ranks = training.parallelism.context_parallel_size
+    found = []
+    for size in divisors(ranks):
+        replicas = training.parallelism.data_parallel_size * ranks // size
+        for batch_size in divisors(training.global_batch_size // replicas or 1):
+            plain = _plain(training, size, batch_size, method)
+            if plain is not None and plain.cost.memory.total_bytes <= room:
+                found.append(plain)
+    return min(found, key=lambda plain: plain.cost.step_seconds, default=None)
+
+
+def _equivalent(training: TrainingSpec, plan: BatchPlan, method: ExchangeMethod) -> PlainFlags | None:
+    if len(plan.waves) > 1:
+        return None
+    size = plan.waves[0].group_size
+    return _plain(training, size, training.micro_batch_size * size // plan.ranks, method)
+
+
+def _plain(training: TrainingSpec, size: int, batch_size: int, method: ExchangeMethod) -> PlainFlags | None:
+    """Stock Megatron with context parallelism `size`; None where its `a2a` or the batch forbids it."""
+    parallelism, limits = training.parallelism, training.limits
+    replicas = parallelism.replicas // size
+    if training.global_batch_size % (batch_size * replicas) or training.seq_length % (2 * size if size > 1 else 1):
+        return None
+    if limits.heads % size or limits.kv_heads % size:
+        return None
+    stock = replace(
+        training,
+        parallelism=replace(parallelism, context_parallel_size=size, data_parallel_size=replicas),
+        micro_batch_size=batch_size,
+    )
+    plan = plan_of_counts((training.seq_length,) * batch_size, size, {size: batch_size})
+    return PlainFlags(size, batch_size, step_cost(stock, plan, method))
+
+
+def _reason(training: TrainingSpec, plan: BatchPlan, cost: StepCost, least_seconds: float, is_chosen: bool) -> str:
+    """Whether groups fit in the fast domain comes first: it decides."""
+    parts = [_where(training, wave.group_size, len(wave.rows)) for wave in plan.waves]
+    across = cost.exchange.across_bytes / 1e6
+    crossing = f"{across:.1f} MB a rank, layer and direction leave a node" if across else "nothing leaves a node"
+    if plan.group_sizes == (1,):
+        crossing = "nothing is sent"
+    more = cost.step_seconds / least_seconds - 1
+    judgement = "chosen" if is_chosen else f"the step takes {more:.1%} more" if more > 0 else f"{-more:.1%} less"
+    return f"{', '.join(parts)}: {crossing}, the exchange is {cost.exchange_share:.1%} of the step; {judgement}"
+
+
+def _where(training: TrainingSpec, size: int, rows: int) -> str:
+    tensor_parallel = training.parallelism.tensor_model_parallel_size
+    sequences = f"{rows} sequence{'s' if rows > 1 else ''}"
+    if size == 1:
+        return f"{sequences} each on one rank"
+    devices = f"{size}·{tensor_parallel} = {size * tensor_parallel}" if tensor_parallel > 1 else str(size)
+    found = peers(size, training.parallelism.context_parallel_size, training.domain_size)
+    node = training.cluster.gpus_per_node
+    place = f"which fit in a node of {node}" if not found.across else f"which straddle nodes of {node}"
+    return f"{sequences} in groups of {devices} GPUs, {place}"
+
+
+def _why_not(training: TrainingSpec, size: int) -> str | None:
+    limits, ranks = training.limits, training.parallelism.context_parallel_size
+    if not heads_fit(size, limits):
+        return (
+            f"K={size}: H % K must be 0, and Hkv % K or K % Hkv, with H={limits.heads}, Hkv={limits.kv_heads} per "
+            f"tensor-parallel rank"
+        )
+    if training.seq_length % size:
+        return f"K={size}: S % K must be 0, with S={training.seq_length}"
+    if training.micro_batch_size < ranks // size:
+        return (
+            f"K={size}: takes sequences by N/K = {ranks // size}, and the micro-batch has {training.micro_batch_size}"
+        )
+    return None
+
+
+def _what_would_fit(training: TrainingSpec, plan: BatchPlan, memory: MemoryCost, room: float) -> str:
+    """One line: the memory, and the first sharding or recompute, from the mildest, that fits."""
+    problem = (
+        f"a rank needs {memory.total_bytes / 1e9:.1f} GB (parameters {memory.parameter_bytes / 1e9:.1f}, gradients "
+        f"{memory.gradient_bytes / 1e9:.1f}, optimizer {memory.optimizer_bytes / 1e9:.1f}, activations "
+        f"{(memory.activation_bytes + memory.logit_bytes) / 1e9:.1f}, reserved {memory.reserved_bytes / 1e9:.1f}) and "
+        f"has {room / 1e9:.1f} GB on {training.cluster.name}"
+    )
+    now = training.parallelism
+    for recompute in get_args(Recompute)[get_args(Recompute).index(now.recompute) :]:
+        for sharding in get_args(Sharding)[get_args(Sharding).index(now.sharding) :]:
+            changed = replace(training, parallelism=replace(now, sharding=sharding, recompute=recompute))
+            if memory_of(changed, max(plan.group_sizes)).total_bytes <= room:
+                flags = []
+                if sharding != now.sharding:
+                    flags.append(f"--data-parallel-sharding-strategy {sharding}")
+                if recompute != now.recompute:
+                    flags.append(f"--recompute-granularity {recompute}")
+                return f"{problem}: it would fit with {' '.join(flags)}"
+    return (
+        f"{problem}: no sharding or recompute makes it fit; use more GPUs, tensor or pipeline stages, or shorter rows"
+    )

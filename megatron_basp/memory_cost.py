@@ -1,0 +1,89 @@
+"""Memory of the fullest rank, by what it holds. Pure.
+
+Activations are counted as Megatron's layers save them for backward with Transformer Engine: elements a token and
+layer, see `_saved_elements`. It is an estimate: fragmentation and workspaces are in `RESERVED_BYTES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_basp.parallel_cost import parameters_of_rank
+from megatron_basp.training_spec import TrainingSpec
+
+# CUDA's context, communicators, workspaces, fragmentation: assumed.
+RESERVED_BYTES = 2e9
+
+
+@dataclass(frozen=True)
+class MemoryCost:
+    """Of one rank; reserved is what CUDA and communicators take."""
+
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    activation_bytes: float
+    logit_bytes: float
+    reserved_bytes: float = RESERVED_BYTES
+
+    @property
+    def total_bytes(self) -> float:
+        return float(sum(vars(self).values()))
+
+
+def memory_of(training: TrainingSpec, largest_group_size: int) -> MemoryCost:
+    """Args: largest_group_size: the largest K, at which key-value heads are copied most."""
+    model, parallelism = training.model, training.parallelism
+    dense, experts = parameters_of_rank(training)
+    element, gradient = training.element_bytes, training.gradient_bytes
+    # Two moments in fp32, and the fp32 weights where parameters are in less.
+    optimizer = 8 if training.precision == "fp32" else 12
+    shards = ("no_shard", "optim", "optim_grads", "optim_grads_params").index(parallelism.sharding)
+
+    def divided(bytes_each: int, is_sharded: bool) -> float:
+        of_dense = parallelism.replicas if is_sharded else 1
+        of_experts = parallelism.replicas // parallelism.expert_model_parallel_size if is_sharded else 1
+        return bytes_each * (dense / of_dense + experts / of_experts)
+
+    parameter_bytes = divided(element, shards >= 3)
+    layers = model.layers // parallelism.pipeline_model_parallel_size
+    if shards >= 3:  # two layers are whole at a time, one in use and one on its way
+        parameter_bytes += 2 * element * min(1.0, 1 / layers) * (dense + experts)
+    working, kept = _saved_elements(training, largest_group_size)
+    in_flight = min(parallelism.pipeline_model_parallel_size, training.micro_batches)
+    per_layer = {"none": working, "selective": kept, "full": training.model.hidden / _spread(training)}
+    saved = per_layer[parallelism.recompute] * layers * in_flight
+    if parallelism.recompute != "none":
+        saved += working  # of the layer that is being recomputed
+    # For the loss: logits in the model's precision, in fp32, and their gradient.
+    logits = training.tokens * model.vocabulary / parallelism.tensor_model_parallel_size * (2 * element + 4)
+    return MemoryCost(
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=divided(gradient, shards >= 2),
+        optimizer_bytes=divided(optimizer, shards >= 1),
+        activation_bytes=saved * training.tokens * element,
+        logit_bytes=logits,
+    )
+
+
+def _spread(training: TrainingSpec) -> int:
+    """Over how many ranks activations between the tensor-parallel layers are spread."""
+    parallelism = training.parallelism
+    return parallelism.tensor_model_parallel_size if parallelism.sequence_parallel else 1
+
+
+def _saved_elements(training: TrainingSpec, group_size: int) -> tuple[float, float]:
+    """Elements that a layer saves a token: (everything, without what attention saves inside of its core)."""
+    model, shape = training.model, training.attention_shape
+    size, tensor_parallel = shape.query_head_size, training.parallelism.tensor_model_parallel_size
+    norms = 4 * model.hidden / _spread(training)  # each of two: its input and its output
+    query_key_value = (shape.heads + 2 * shape.kv_heads) * size
+    output = shape.heads * size
+    inside = (shape.heads + 2 * max(shape.kv_heads, group_size)) * size + output if group_size > 1 else query_key_value
+    matrices = 3 if model.gated else 2  # what the activation function takes and gives
+    if model.experts:
+        each = matrices * model.expert_ffn + 2 * model.hidden  # and the token as it goes in and comes out
+        mlp = (model.experts_per_token * each + matrices * model.shared_expert_ffn) / tensor_parallel
+    else:
+        mlp = matrices * model.ffn / tensor_parallel
+    return norms + inside + output + mlp, norms + query_key_value + output + mlp
