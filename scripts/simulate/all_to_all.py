@@ -6,7 +6,7 @@ model: it posts flows between GPUs, and SimGrid shares links among them (max-min
 
 Request:
     nodes, gpus_per_node: GPU i is in node i // gpus_per_node.
-    flows: "peer", one for each pair of GPUs; or "node", where what a GPU sends to all its peers in another node is one.
+    flows: "peer", one for each pair of GPUs; or "node", one for all that a GPU sends to its peers in another node.
     waves: one after the other, each with
         groups: lists of GPUs; all groups exchange at the same time.
         bytes_to_a_peer: for each collective, what a GPU sends to each other one of its group.
@@ -59,7 +59,8 @@ class Cluster:
 
     def run_waves(self, waves):
         for wave in waves:
-            for gpu, *link in zip(self.gpus, wave["within_bytes_per_second"], wave["within_latency_seconds"]):
+            links = zip(wave["within_bytes_per_second"], wave["within_latency_seconds"], strict=True)
+            for gpu, link in zip(self.gpus, links, strict=True):
                 gpu.set(*link)
             for node in self.nodes:
                 node.set(wave["across_bytes_per_second"], wave["across_latency_seconds"])

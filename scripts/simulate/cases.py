@@ -137,17 +137,13 @@ def wave_request(training: TrainingSpec, wave: Wave, tokens: int, gpus: int) -> 
         nodes = max(nodes, len(of_node))
         for gpu in group:
             together[gpu] = of_node[gpu // cluster.gpus_per_node]
-    if nodes > 1:
-        across = (cluster.across_bytes_per_second(nodes), cluster.across.latency_seconds)
-    else:
-        across = (1.0, 0.0)  # no flow takes it
     return {
         "groups": groups,
         "bytes_to_a_peer": bytes_to_a_peer(training.attention_shape, size, tokens),
         "within_bytes_per_second": [cluster.within_bytes_per_second(count) for count in together],
         "within_latency_seconds": [cluster.within_latency_seconds(count) for count in together],
-        "across_bytes_per_second": across[0],
-        "across_latency_seconds": across[1],
+        "across_bytes_per_second": cluster.across_bytes_per_second(max(2, nodes)),
+        "across_latency_seconds": cluster.across.latency_seconds,
     }
 
 
