@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def modelled_node_bytes(self) -> float:
-        return self.step.exchange.across_bytes * self.case.training.cluster.gpus_per_node
+        return self.step.exchange.leaving_bytes
 
     @property
     def simulated_step_seconds(self) -> float:
