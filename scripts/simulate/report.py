@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -91,7 +88,8 @@ def as_json(one: Comparison) -> dict[str, Any]:
 def draw(comparisons: Sequence[Comparison], file: Path) -> None:
     """Lines are modelled, dots simulated."""
     training = comparisons[0].case.training
-    figure, (seconds, node_bytes) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    seconds, node_bytes = figure.subplots(1, 2)
     for sweep, colour in COLOURS.items():
         ones = [one for one in comparisons if one.case.sweep == sweep]
         ranks = [one.case.plan.ranks for one in ones]
@@ -116,7 +114,6 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> None:
         fontsize=10,
     )
     figure.savefig(file, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
 
 
 def decorate(ax: Axes, label: str) -> None:
