@@ -152,19 +152,25 @@ class Ledger:
         page, self.page = self.page, Page()
         return page
 
-    def record(self, collective: Collective, bytes_to: Mapping[int, int], same_rank_bytes: int = 0) -> None:
+    def record(
+        self,
+        collective: Collective,
+        bytes_to: Mapping[int, int],
+        same_rank_bytes: int = 0,
+        is_timed: bool = True,
+    ) -> None:
         """Count one collective.
 
         Args:
             bytes_to: by the global rank of the peer.
             same_rank_bytes: what this rank keeps.
+            is_timed: whether its time is added under its name, where there is a clock.
         """
         tally = self._tally(collective)
         tally.count += 1
         tally.same_rank_bytes += same_rank_bytes
         tally.bytes_to.update(bytes_to)
-        if self.clock is None:
-            tally.is_timed = False
+        tally.is_timed &= is_timed and self.clock is not None
 
     @contextmanager
     def timed(self, collective: Collective) -> Iterator[None]:

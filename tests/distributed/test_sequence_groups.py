@@ -64,7 +64,7 @@ def attend(groups):
     ledger = Ledger()
     output = basp_attention(plan, groups, ledger)(*(stream_of(plan, groups.cp_rank, x) for x in qkv), None)
     expected = stream_of(plan, groups.cp_rank, full_attention(*qkv))
-    return relative_error(output, expected), sorted(ledger.sent_bytes_to_peer)
+    return relative_error(output, expected), sorted(ledger.page.sent_bytes_to_peer)
 
 
 @pytest.fixture(scope="module", params=WORLDS)
