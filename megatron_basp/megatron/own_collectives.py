@@ -2,8 +2,8 @@
 
 Megatron calls torch.distributed by many names, some of which modules bound when they were imported. All of them end in
 a method of `ProcessGroup` that returns a `Work`; these methods are wrapped, on the class, for as long as a ledger is
-written. What C++ calls by itself (functional collectives, as DTensor uses them) comes by another way: their Python
-names are wrapped too.
+written. C++ comes by another way, which functional collectives take, those of DTensor: a test holds the counts of
+training steps, Megatron-FSDP's among them, to torch's own operators, and there are none.
 
 Bytes are those that this rank sends, n ranks in the group, ranks and neighbours by their order in it:
 
@@ -91,10 +91,10 @@ def _all_to_all_single(
     at: Place, output: Tensor, tensor: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int], *options: Any
 ) -> Sent:
     n_bytes = _bytes(tensor)
-    if not sent_rows:
+    if not len(sent_rows):  # may be an array
         return at.exactly([n_bytes // at.size] * at.size)
     row_bytes = n_bytes // max(1, len(tensor))
-    return at.exactly([rows * row_bytes for rows in sent_rows])
+    return at.exactly([int(rows) * row_bytes for rows in sent_rows])
 
 
 def _all_to_all(at: Place, outputs: Any, inputs: Sequence[Tensor], *options: Any) -> Sent:
@@ -220,7 +220,8 @@ class OwnCollectives:
         self._originals.clear()
 
     def _replace(self, holder: Any, name: str, replacement: Any) -> None:
-        self._originals.append((holder, name, getattr(holder, name)))
+        # What the class holds, and not what it gives: a function of C++ given by its class binds to no instance.
+        self._originals.append((holder, name, vars(holder)[name]))
         setattr(holder, name, replacement)
 
     def _counted(self, original: Callable[..., Any], operation: str, sent_by: Callable[..., Sent]) -> Any:
