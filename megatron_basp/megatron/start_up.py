@@ -104,8 +104,9 @@ def creating_groups(runtime: Runtime, original: Function) -> Function:
             )
 
         runtime.set_groups(create_sequence_groups(cp_groups, runtime.settings.group_sizes(), cp_group, new_group))
+        communicator_bytes = runtime.groups.connect()
         if dist.get_rank() == 0:
-            print_plan(runtime.settings, cp_groups, domain_of_rank)
+            print_plan(runtime.settings, cp_groups, domain_of_rank, runtime.groups, communicator_bytes)
         if runtime.settings.ledger is not None:
             header = header_of_run(runtime.settings, dist.get_process_group_ranks(cp_group), nodes)
             runtime.bookkeeper = Bookkeeper(runtime, header)
