@@ -495,7 +495,7 @@ def test_help_says_what_each_flag_does_and_how_they_fit_together():
         "--basp-domain-size D",
         "devices joined by fast links",
         "--basp-ledger FILE",
-        "ledger.rank0.json",
+        "ledger.rank0.jsonl",
     ):
         assert taught in text
 

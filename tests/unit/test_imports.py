@@ -17,6 +17,7 @@ PURE = [
     "errors",
     "documents",
     "ledger",
+    "ledger_file",
     "plan",
     "text_files",
     "atomic_files",
