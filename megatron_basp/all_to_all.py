@@ -180,9 +180,10 @@ def _all_to_all(
     collective = Collective(
         EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction
     )
+    with where.ledger.exchanging(collective):
+        dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=where.group)
     row_bytes = sent.shape[1] * sent.element_size()
     ranks = dist.get_process_group_ranks(where.group)
     bytes_to = {rank: rows * row_bytes for rank, rows in zip(ranks, sent_rows, strict=True)}
     same_rank_bytes = bytes_to.pop(ranks[where.group.rank()])
-    with where.ledger.exchanging(collective, bytes_to, same_rank_bytes):
-        dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=where.group)
+    where.ledger.record(collective, bytes_to, same_rank_bytes)

@@ -184,15 +184,14 @@ class Ledger:
         self._tally(collective).spans.append(span)
 
     @contextmanager
-    def exchanging(self, collective: Collective, bytes_to: Mapping[int, int], same_rank_bytes: int) -> Iterator[None]:
-        """Count and time the collective that the code inside calls."""
+    def exchanging(self, collective: Collective) -> Iterator[None]:
+        """The code inside calls one collective, is timed, and records it itself when it is over."""
         self.is_exchanging = True
         try:
             with self.timed(collective):
                 yield
         finally:
             self.is_exchanging = False
-        self.record(collective, bytes_to, same_rank_bytes)
 
     def _tally(self, collective: Collective) -> Tally:
         tally = self.page.get(collective)
