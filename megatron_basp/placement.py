@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -64,6 +64,7 @@ class Placement:
     """
 
     domains: tuple[tuple[Hashable, ...], ...]
+    _counted: dict[int, Crossing] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -71,6 +72,12 @@ class Placement:
         return len(self.domains[0])
 
     def crossing(self, group_size: int) -> Crossing:
+        """Counted once for each K: a job has thousands of ranks, and plans are made for every batch."""
+        if group_size not in self._counted:
+            self._counted[group_size] = self._count(group_size)
+        return self._counted[group_size]
+
+    def _count(self, group_size: int) -> Crossing:
         leaving: Counter[Hashable] = Counter()
         together, most_domains = set(), 1
         for of_ranks in self.domains:

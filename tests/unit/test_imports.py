@@ -18,6 +18,7 @@ PURE = [
     "cluster",
     "documents",
     "fabric_fit",
+    "hardware_file",
     "ledger",
     "plan",
     "text_files",
