@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from megatron_basp import __version__
-from megatron_basp.cli import demo, verify
+from megatron_basp.cli import bench, demo, verify
 from megatron_basp.errors import ConfigurationError, RankFailed
 
 
@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     demo.add_parser(subcommands)
     verify.add_parser(subcommands)
+    bench.add_parser(subcommands)
     options = parser.parse_args(argv)
     try:
         return options.run(options)
