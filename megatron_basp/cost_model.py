@@ -5,8 +5,8 @@ A step is M micro-batches through PP stages, then the optimizer:
     step = (M + (PP-1)/virtual stages)·stage + what is left of the replicas' traffic + optimizer
     stage = arithmetic + exchange + tensor- and expert-parallel traffic + pipeline sends
 
-Replicas' traffic hides behind a part of the arithmetic (`HIDING_SHARE`); nothing else does. Beside the estimate stand bounds:
-all communication hidden behind arithmetic, and none of it.
+Replicas' traffic hides behind a part of the arithmetic (`HIDING_SHARE`); nothing else does. Beside the estimate stand
+bounds: all communication hidden behind arithmetic, and none of it.
 """
 
 from __future__ import annotations
