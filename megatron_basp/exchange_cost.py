@@ -95,13 +95,14 @@ def _values(cost: ExchangeCost) -> tuple[float, ...]:
 class ExchangeModel:
     """Knows what a wave costs on a cluster.
 
-    ranks: N. domain_size: D, consecutive CP ranks in a fast domain. tensor_parallel: TP; K ranks are K·TP devices.
+    ranks: N. domain_size: D, consecutive CP ranks in a fast domain; None where that is not known yet, and one is
+    assumed. tensor_parallel: TP; K ranks are K·TP devices.
     """
 
     cluster: ClusterSpec
     shape: AttentionShape
     ranks: int
-    domain_size: int
+    domain_size: int | None
     tensor_parallel: int = 1
     method: ExchangeMethod = OURS
 

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.hardware_file import Measured
-from megatron_basp.process_groups import aligned_blocks
+from megatron_basp.placement import aligned_blocks
 
 # Torch 2.14 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -160,8 +160,8 @@ def _devices(measured: Measured, known: Known) -> list[str]:
         *nodes,
         f"gpus_per_node: {measured.ranks_per_host}  # measured: ranks of a host",
         f"memory_gigabytes: {_number(measured.memory_bytes / 1e9)}  # measured: what the device reports",
-        f"memory_gigabytes_per_second: {_number(_complete(measured.memory_bytes_per_second) / 1e9)}  # measured: a copy, "
-        f"read and write, on all ranks at once",
+        f"memory_gigabytes_per_second: {_number(_complete(measured.memory_bytes_per_second) / 1e9)}  # measured: a "
+        f"copy, read and write, on all ranks at once",
         f"peak_teraflops: {_table(peaks, 1e12)}  # {source}",
         f"matmul_share_of_peak: {_number(share)}  # measured: a large {precision} product, of that peak; "
         f"a training step reaches less",

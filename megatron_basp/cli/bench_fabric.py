@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_basp import __version__
 from megatron_basp.atomic_files import write_json
 from megatron_basp.cli.progress import terminal
-from megatron_basp.cluster import load_cluster
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.hardware_file import Fits, Known, Measured, fit_exchanges, hardware_file
+from megatron_basp.library import named_cluster
 
 if TYPE_CHECKING:
     from megatron_basp.fabric import Settings
 
-HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
 CPU_RANKS = 4
 GPU_SIZES_MB, CPU_SIZES_MB = (1, 4, 16, 64, 256), (1, 2, 4, 8, 16)
 GPU_REPETITIONS, CPU_REPETITIONS = 20, 5
@@ -148,7 +147,7 @@ def _check(options: argparse.Namespace) -> Known:
         if value is not None and not 0 < value < float("inf"):
             raise ConfigurationError(f"--{flag.replace('_', '-')} must be a positive number, got {value}")
     return Known(
-        like=load_cluster(options.like, HARDWARE) if options.like else None,
+        like=named_cluster(options.like) if options.like else None,
         peak_flops_per_second=options.peak_teraflops and options.peak_teraflops * 1e12,
         nics_per_node=options.nics_per_node,
         bytes_per_second_per_nic=options.nic_gigabytes_per_second and options.nic_gigabytes_per_second * 1e9,

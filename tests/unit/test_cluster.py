@@ -81,6 +81,23 @@ def test_more_cards_carry_more() -> None:
     assert 3 < rates[1] / rates[0] <= 4 and rates[2] / rates[1] == pytest.approx(2)
 
 
+@pytest.mark.parametrize(
+    ("names", "cards", "rates"),
+    [
+        (("a100-40gb-2x4", "a100-80gb-8"), 2, {2: 10.33, 4: 5.94, 8: 4.87}),
+        (("a100-80gb-8-4nic", "a100-80gb-8-8nic", "h100-8"), 4, {2: 20.01, 4: 10.53, 8: 7.77}),
+    ],
+)
+def test_shares_of_the_fabric_are_flexsp_s(names: tuple[str, ...], cards: int, rates: dict[int, float]) -> None:
+    """Its constants are MiB/ms of a whole tensor; (nodes-1)/nodes of it leaves a node of 8, over 200 Gb/s cards."""
+    for name in names:
+        across = load_cluster(name, HARDWARE).across
+        assert across is not None
+        for nodes, rate in rates.items():
+            leaves_bytes_per_second = 8 * rate * 2**20 * 1e3 * (nodes - 1) / nodes
+            assert across.share_of_rate[nodes] == pytest.approx(leaves_bytes_per_second / (cards * 25e9), abs=6e-3)
+
+
 def test_units_and_sizes_between_two_entries() -> None:
     cluster = cluster_from_mapping("own", CONTENT)
     assert cluster.memory_bytes == 40e9 and cluster.peak_flops_per_second["bf16"] == 312e12
