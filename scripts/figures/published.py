@@ -16,6 +16,7 @@ from megatron_basp.exchange_cost import AttentionShape, ExchangeMethod, Exchange
 from megatron_basp.library import CLUSTERS, named_model
 from megatron_basp.model_spec import ModelSpec, model_from_flags
 from megatron_basp.parallel_cost import ring
+from megatron_basp.placement import Placement
 from megatron_basp.plan import BatchPlan, plan_batch, plan_of_counts
 from megatron_basp.training_spec import Parallelism, TrainingSpec
 
@@ -190,7 +191,8 @@ def interpolation(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
 def attention_forward(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
     gpus, heads, size, length = cluster.gpus_per_node, case["heads"], case["head_size"], case["seq"]
     tokens = case["samples"] * length / gpus
-    exchange = ExchangeModel(cluster, AttentionShape(heads, heads, size, size, 2), gpus, gpus, method=SEPARATE)
+    one_node = Placement((("node",) * gpus,))
+    exchange = ExchangeModel(cluster, AttentionShape(heads, heads, size, size, 2), one_node, SEPARATE)
     seconds = 2 * tokens * length * heads * size / attention_flops_per_second(cluster, size, length)
     return 1 / (seconds + exchange.of_wave(gpus, tokens).seconds)
 
