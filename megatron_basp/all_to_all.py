@@ -1,26 +1,26 @@
-"""The exchange: heads for sequence inside one group, and back.
+"""The exchange of one group, without autograd: heads for sequence and back, in flight while something else computes.
 
-Shapes, for a group of K ranks of which rank i holds t_i tokens (`tokens_per_rank`), t on this rank and Σ in all:
-    q [t, H, d_qk]   k [t, Hkv, d_qk]   v [t, Hkv, d_v]   in sequence shards
-    q [Σ, H/K, d_qk]  k, v [Σ, G, ·]                       in head shards, with G = max(Hkv, K)/K
+Shapes, for a group of K ranks of which rank i holds t_i tokens (`tokens_per_rank`), t on this rank and Σ in all. The
+tensors that travel together are q, k and v, or the output, or their gradients; each has heads and a size of its own:
+    [t, heads, d]   in sequence shards
+    [Σ, g, d]       in head shards: all tokens of the group, this rank's heads, g = max(heads, K)/K
+Rank j gets heads [j·g, (j+1)·g); where heads < K, each goes to the K/heads ranks whose query heads attend to it, and
+the gradients of its copies are summed.
 
-Where Hkv < K each key-value head is sent to the K/Hkv ranks whose query heads use it: rank j gets head j // (K/Hkv),
-which is the head that query heads [j·H/K, (j+1)·H/K) attend to.
-
-One collective carries q, k and v; one carries the output.
+One collective each way. One pass over memory packs what is sent to heads; it lands where it is read. What is sent back
+to the sequence leaves from where it is, if it is one tensor, and one pass unpacks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_basp.kernels import pack_heads, unpack_heads
 from megatron_basp.ledger import EXCHANGE, Collective, Direction, Ledger
 
 
@@ -50,140 +50,121 @@ class ExchangeGroup:
         return self.tokens_per_rank[self.group.rank()]
 
 
-def sequence_to_heads(
-    query: Tensor, key: Tensor, value: Tensor, where: ExchangeGroup
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of the group, for this rank's share of the heads; q, k and v each in a tensor of its own."""
-    return _SequenceToHeads.apply(query, key, value, where)
+class Buffers:
+    """Tensors [rows, heads, d] that travel together: `parts`, and the `wires` [rows, width] that hold them.
 
-
-def heads_to_sequence(output: Tensor, where: ExchangeGroup) -> Tensor:
-    """The inverse for the attention output: [Σ, H/K, d_v] -> [t, H, d_v]."""
-    return _HeadsToSequence.apply(output, where)
-
-
-def from_next_rank(x: Tensor, where: ExchangeGroup) -> Tensor:
-    """What the next rank of the group passed, and zeros on the last one; x is [n], the same n on all ranks.
-
-    It is for ids, positions, labels and masks, which have no gradient.
-    """
-    here, last = where.group.rank(), where.size - 1
-    sent_rows, received_rows = [0] * where.size, [0] * where.size
-    if here > 0:
-        sent_rows[here - 1] = len(x)
-    if here < last:
-        received_rows[here + 1] = len(x)
-    received = x.new_zeros(len(x), 1)
-    sent = x[: sum(sent_rows), None].contiguous()
-    _all_to_all(received[: sum(received_rows)], sent, received_rows, sent_rows, where, "roll", "forward")
-    return received[:, 0]
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    """Forward is a permutation P of elements across ranks, after each KV head was copied r = max(1, K/Hkv) times.
-
-    The transpose of a permutation is its inverse, so the gradient of P is the exchange the other way round, which is
-    what `_exchange_to_sequence` does; the transpose of a copy is a sum, so the gradient of a key-value head is the
-    sum over its r copies. Both are linear in the incoming gradient and nothing of the forward is needed but the
-    shapes.
+    On a GPU each part has a wire of its own: Transformer Engine copies slices of a packed tensor, and refuses tensors
+    that begin somewhere inside of another. Gloo sends one tensor at a time, so that on a CPU all share one wire.
     """
 
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, where: ExchangeGroup) -> tuple[Tensor, ...]:
-        ctx.where, ctx.shapes = where, [query.shape, key.shape, value.shape]
-        blocks = [_by_rank(x, where.size) for x in (query, key, value)]
-        heads = [x.shape[2] for x in blocks]
-        received = _exchange_to_heads(torch.cat([x.flatten(2) for x in blocks], dim=2), where, "qkv", "forward")
-        widths = [h * x.shape[2] for h, x in zip(heads, (query, key, value), strict=True)]
-        parts = received.split(widths, dim=1)
-        return tuple(part.contiguous().unflatten(1, (h, -1)) for part, h in zip(parts, heads, strict=True))
+    def __init__(self, wires: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        self.wires, self.parts = wires, parts
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        where = ctx.where
-        packed = torch.cat([grad.flatten(1) for grad in grads], dim=1)
-        received = _exchange_to_sequence(packed, where, "qkv", "backward")
-        widths = [grad.shape[1] * grad.shape[2] for grad in grads]
-        parts = received.split(widths, dim=2)
-        return *(_from_ranks(part, shape) for part, shape in zip(parts, ctx.shapes, strict=True)), None
+    @classmethod
+    def empty(cls, like: Tensor, rows: int, shapes: Sequence[tuple[int, int]]) -> Buffers:
+        """Args: shapes: heads and d of each part."""
+        widths = [heads * size for heads, size in shapes]
+        if like.is_cuda:
+            wires = columns = [like.new_empty(rows, width) for width in widths]
+        else:
+            wires = [like.new_empty(rows, sum(widths))]
+            columns = list(wires[0].split(widths, dim=1))
+        return cls(wires, [x.unflatten(1, shape) for x, shape in zip(columns, shapes, strict=True)])
 
-
-class _HeadsToSequence(torch.autograd.Function):
-    """Forward is a permutation of elements across ranks; its transpose, hence its gradient, is the inverse
-    exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, where: ExchangeGroup) -> Tensor:
-        ctx.where = where
-        tokens, (_, heads, head_size) = where.tokens, output.shape
-        received = _exchange_to_sequence(output.flatten(1), where, "output", "forward")
-        return _from_ranks(received, torch.Size((tokens, heads * where.size, head_size)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        where = ctx.where
-        received = _exchange_to_heads(_by_rank(grad, where.size).flatten(2), where, "output", "backward")
-        return received.reshape(received.shape[0], -1, grad.shape[2]), None
+    @classmethod
+    def holding(cls, tensors: Sequence[Tensor]) -> Buffers:
+        """With these tensors in it: as they are, where they can be sent so, else copied."""
+        if len(tensors) == 1 or tensors[0].is_cuda:
+            # A strided gradient that is read as if it were contiguous is a silently wrong gradient.
+            tensors = [x.contiguous() for x in tensors]
+            return cls([x.flatten(1) for x in tensors], tensors)
+        buffers = cls.empty(tensors[0], tensors[0].shape[0], [(x.shape[1], x.shape[2]) for x in tensors])
+        for part, tensor in zip(buffers.parts, tensors, strict=True):
+            part.copy_(tensor)
+        return buffers
 
 
-def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """The heads that each rank is to get: [t, heads, d] -> view [K, t, max(heads, K)/K, d]."""
-    tokens, heads, head_size = x.shape
-    if heads < ranks:
-        copies = ranks // heads
-        x = x[:, :, None].expand(tokens, heads, copies, head_size)  # [t, heads, r, d], K = heads·r
-        return x.permute(1, 2, 0, 3).reshape(ranks, tokens, 1, head_size)
-    return x.reshape(tokens, ranks, heads // ranks, head_size).transpose(0, 1)
+class InFlight:
+    """An exchange that was started. It keeps both sides' buffers until it is over."""
+
+    def __init__(self, works: Sequence[dist.Work], sent: Buffers, received: Buffers, name: Collective, ledger: Ledger):
+        self._works, self._sent, self._received = works, sent, received
+        self._name, self._ledger = name, ledger
+
+    def arrived(self) -> Sequence[Tensor]:
+        """The received parts [rows, heads, d]. On a GPU the stream waits for them, and the host does not."""
+        with self._ledger.timed(self._name):
+            for work in self._works:
+                work.wait()
+        return self._received.parts
 
 
-def _from_ranks(x: Tensor, shape: torch.Size) -> Tensor:
-    """The transpose of `_by_rank`: [K, t, (max(heads, K)/K)·d] -> [t, heads, d], with the copies of a head summed."""
-    tokens, heads, head_size = shape
-    ranks = x.shape[0]
-    if heads < ranks:
-        return x.reshape(heads, ranks // heads, tokens, head_size).sum(1).transpose(0, 1).contiguous()
-    return x.transpose(0, 1).reshape(shape)
+def start_to_heads(tensors: Sequence[Tensor], where: ExchangeGroup, operation: str, direction: Direction) -> InFlight:
+    """Pack and send [t, heads, d]; what arrives is [Σ, g, d]."""
+    ranks, tokens = where.size, where.tokens
+    shapes = [(max(x.shape[1], ranks) // ranks, x.shape[2]) for x in tensors]
+    sent = Buffers.empty(tensors[0], ranks * tokens, shapes)
+    pack_heads(tensors, [x.unflatten(0, (ranks, tokens)) for x in sent.parts])
+    received = Buffers.empty(tensors[0], sum(where.tokens_per_rank), shapes)
+    return start(sent, received, [tokens] * ranks, where.tokens_per_rank, where, operation, direction)
 
 
-def _exchange_to_heads(x: Tensor, where: ExchangeGroup, operation: str, direction: Direction) -> Tensor:
-    """Block j of x [K, t, c] goes to rank j; what arrives, in order of the ranks, is [Σ, c]."""
-    x = x.contiguous()
-    received = x.new_empty(sum(where.tokens_per_rank), x.shape[2])
-    sent = x.flatten(0, 1)
-    _all_to_all(received, sent, where.tokens_per_rank, [x.shape[1]] * where.size, where, operation, direction)
-    return received
+def start_to_sequence(
+    tensors: Sequence[Tensor], where: ExchangeGroup, operation: str, direction: Direction
+) -> InFlight:
+    """Send [Σ, g, d], which nobody may write to until it has arrived; see `unpack`."""
+    sent = Buffers.holding(tensors)
+    shapes = [(x.shape[1], x.shape[2]) for x in tensors]
+    received = Buffers.empty(tensors[0], where.size * where.tokens, shapes)
+    return start(sent, received, where.tokens_per_rank, [where.tokens] * where.size, where, operation, direction)
 
 
-def _exchange_to_sequence(x: Tensor, where: ExchangeGroup, operation: str, direction: Direction) -> Tensor:
-    """The tokens of rank j in x [Σ, c] go to rank j; what arrives is [K, t, c]. The inverse of
-    `_exchange_to_heads`."""
-    # Contiguous before anything is allocated "like" it: a strided gradient read as if it were contiguous is a silently
-    # wrong gradient.
-    x = x.contiguous()
-    tokens = where.tokens
-    received = x.new_empty(where.size * tokens, x.shape[1])
-    _all_to_all(received, x, [tokens] * where.size, where.tokens_per_rank, where, operation, direction)
-    return received.unflatten(0, (where.size, tokens))
+def unpack(in_flight: InFlight, targets: Sequence[Tensor]) -> None:
+    """Wait for what was sent to the sequence and write it to `targets`, [t, heads, d] with any strides."""
+    tokens = targets[0].shape[0]
+    unpack_heads([x.unflatten(0, (-1, tokens)) for x in in_flight.arrived()], targets)
 
 
-def _all_to_all(
-    received: Tensor,
-    sent: Tensor,
-    received_rows: Sequence[int],
+def start(
+    sent: Buffers,
+    received: Buffers,
     sent_rows: Sequence[int],
+    received_rows: Sequence[int],
     where: ExchangeGroup,
     operation: str,
     direction: Direction,
-) -> None:
-    collective = Collective(
-        EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction
-    )
-    with where.ledger.exchanging(collective):
-        dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=where.group)
-    row_bytes = sent.shape[1] * sent.element_size()
+) -> InFlight:
+    """Start the collective, and write it down.
+
+    Args:
+        sent_rows, received_rows: of the wires, to and from each rank of the group.
+    """
+    name = Collective(EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction)
+    with where.ledger.exchanging(name):
+        works = _all_to_all(sent.wires, received.wires, list(sent_rows), list(received_rows), where.group)
+    row_bytes = sum(wire.shape[1] * wire.element_size() for wire in sent.wires)
     ranks = dist.get_process_group_ranks(where.group)
     bytes_to = {rank: rows * row_bytes for rank, rows in zip(ranks, sent_rows, strict=True)}
     same_rank_bytes = bytes_to.pop(ranks[where.group.rank()])
-    where.ledger.record(collective, bytes_to, same_rank_bytes)
+    where.ledger.record(name, bytes_to, same_rank_bytes)
+    return InFlight(works, sent, received, name, where.ledger)
+
+
+def _all_to_all(
+    sent: Sequence[Tensor],
+    received: Sequence[Tensor],
+    sent_rows: list[int],
+    received_rows: list[int],
+    group: dist.ProcessGroup,
+) -> list[dist.Work]:
+    """One launch for all wires: NCCL sends what is called inside of its coalescing manager together."""
+    works: list[dist.Work] = []
+    with ExitStack() as stack:
+        if len(sent) > 1:
+            manager = dist._coalescing_manager(group, sent[0].device, async_ops=True)
+            works.append(stack.enter_context(manager))
+        for to_send, to_receive in zip(sent, received, strict=True):
+            work = dist.all_to_all_single(to_receive, to_send, received_rows, sent_rows, group=group, async_op=True)
+            if work is not None and len(sent) == 1:
+                works.append(work)
+    return works

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_basp.all_to_all import ExchangeGroup, heads_to_sequence, sequence_to_heads
+from megatron_basp.all_to_all import ExchangeGroup
 from megatron_basp.documents import Documents
 from megatron_basp.ledger import Ledger
-from megatron_basp.plan import PlanHolder, Share
+from megatron_basp.overlap import Piece, attend
+from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
 from megatron_basp.sdpa import Kernel
 
@@ -28,9 +29,11 @@ class BaspAttention(torch.nn.Module):
     Args:
         groups: this rank's groups and its rank in the CP group.
         plan_holder: where the plan of the current micro-batch is found.
-        kernels: the local attention for each K that plans may use.
+        kernels: the local attention for each K that plans may use, for H/(K·chunks) heads.
         ledger, layer: where the exchanges are written down.
         softmax_offset: the logit of each head's attention sink, [H], a parameter where they are learnt; None without.
+        chunks: for each K in how many parts the heads are exchanged, so that one travels while another is attended
+            to; 1 where it says nothing.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class BaspAttention(torch.nn.Module):
         ledger: Ledger,
         layer: int,
         softmax_offset: Tensor | None = None,
+        chunks: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -51,6 +55,9 @@ class BaspAttention(torch.nn.Module):
         self.ledger = ledger
         self.layer = layer
         self.softmax_offset = softmax_offset
+        self.chunks = dict(chunks or {})
+        self._pieces_of: BatchPlan | None = None
+        self._pieces: list[Piece] = []
 
     def forward(
         self,
@@ -102,37 +109,31 @@ class BaspAttention(torch.nn.Module):
                 f"T = B·S/N = {plan.tokens}, got {[tokens, batch]}: this attention was handed something else than the "
                 f"batch that was planned"
             )
-        shares = plan.shares(self.groups.cp_rank)
-        counts = [share.tokens for share in shares]
-        parts = [x.squeeze(1).split(counts) for x in (query, key, value)]
-        outputs = [
-            self._attend_wave(wave, share, documents, *qkv)
-            for wave, (share, *qkv) in enumerate(zip(shares, *parts, strict=True))
-        ]
-        return torch.cat(outputs).flatten(1)[:, None]
+        if plan is not self._pieces_of:
+            self._pieces_of, self._pieces = plan, self._make_pieces(plan)
+        kernels = [self._kernel(piece, documents) for piece in self._pieces]
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if plan.group_sizes == (1,):
+            # Every rank has its own sequences: nothing is moved, and autograd sees the kernel alone.
+            return self._pieces[0].attend(kernels[0], query, key, value, self.softmax_offset).flatten(1)[:, None]
+        return attend(self._pieces, kernels, query, key, value, self.softmax_offset).flatten(1)[:, None]
 
-    def _attend_wave(
-        self, wave: int, share: Share, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """[t, heads, d] of this rank's share of a wave -> [t, H, d_v]."""
-        kernel, rows = self.kernels[share.group_size], len(share.rows)
-        if documents is not None:
-            kernel = partial(kernel, documents=documents.of_rows(share.rows))
-        if self.softmax_offset is not None:
-            # Those of this rank's heads, [H/K]. The gradients of all ranks' parts sum up in Megatron's reduction.
-            kernel = partial(kernel, softmax_offset=self.softmax_offset.chunk(share.group_size)[share.rank_in_group])
-        if share.group_size == 1:
-            return self._run_kernel(kernel, rows, query, key, value)
-        group = self.groups.by_size[share.group_size]
-        where = ExchangeGroup(group, share.tokens_per_rank, self.ledger, self.layer, wave)
-        output = self._run_kernel(kernel, rows, *sequence_to_heads(query, key, value, where))
-        return heads_to_sequence(output, where)
+    def _make_pieces(self, plan: BatchPlan) -> list[Piece]:
+        """In the order in which they are attended to: the smallest K first, which waits for least."""
+        pieces, start = [], 0
+        for wave, share in enumerate(plan.shares(self.groups.cp_rank)):
+            where, size = None, share.group_size
+            if size > 1:
+                where = ExchangeGroup(self.groups.by_size[size], share.tokens_per_rank, self.ledger, self.layer, wave)
+            chunks = self.chunks.get(size, 1)
+            tokens = slice(start, start + share.tokens)
+            pieces += [Piece(share, tokens, where, chunk, chunks) for chunk in range(chunks)]
+            start += share.tokens
+        return pieces
 
-    @staticmethod
-    def _run_kernel(kernel: Kernel, rows: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Position-major tokens are [S, rows] already: [S·rows, h, d] -> [S·rows, h, d_v] without a copy."""
-        output = kernel(*(x.unflatten(0, (-1, rows)) for x in (query, key, value)))  # [S, rows, h·d_v]
-        return output.reshape(query.shape[0], query.shape[1], -1)
+    def _kernel(self, piece: Piece, documents: Documents | None) -> Kernel:
+        kernel = self.kernels[piece.share.group_size]
+        return kernel if documents is None else partial(kernel, documents=documents.of_rows(piece.share.rows))
 
     def train(self, mode: bool = True) -> BaspAttention:
         for kernel in self.kernels.values():

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_basp.all_to_all import ExchangeGroup, from_next_rank
+from megatron_basp.all_to_all import ExchangeGroup
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import roll_stream
 from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.next_rank import from_next_rank
 from megatron_basp.plan import BatchPlan, Share
 from megatron_basp.process_groups import SequenceGroups
 

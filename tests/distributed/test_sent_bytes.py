@@ -38,11 +38,11 @@ def count(case, rank, groups):
     plan, (query, key, value, gradient) = case.plan(), case.draw()
     ledger, on_the_wire = Ledger(), Counter()
 
-    def watched(received, sent, received_rows, sent_rows, group):
+    def watched(received, sent, received_rows, sent_rows, group, async_op):
         assert sent.is_contiguous() and sent.dim() == 2
         on_the_wire["calls"] += 1
         on_the_wire["bytes"] += (len(sent) - sent_rows[group.rank()]) * sent.shape[1] * sent.element_size()
-        return all_to_all_single(received, sent, received_rows, sent_rows, group=group)
+        return all_to_all_single(received, sent, received_rows, sent_rows, group=group, async_op=async_op)
 
     all_to_all_single = dist.all_to_all_single
     inputs = [stream_of(plan, rank, x).requires_grad_() for x in (query, key, value)]

@@ -1,0 +1,177 @@
+"""Attention over pieces of a stream, each exchanged while others are attended to: one node of autograd's graph.
+
+A piece is some heads of one wave. All pieces are sent at once, those of the largest K first: they travel farthest.
+They are attended to with the smallest K first, so that what crosses nodes travels behind the work inside of them, and
+each output is sent as soon as it is there. Backward does the same with gradients, in the same order, for which it must
+be one node: autograd would begin with the piece that was attended to last, which has the longest way.
+
+The gradient of an exchange is the exchange back: forward permutes elements among ranks and backward permutes them
+back, summing over the copies of a key-value head, since each copy was one use of it. The gradient of the kernel is its
+own, by a graph that forward records and backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_basp.all_to_all import ExchangeGroup, InFlight, start_to_heads, start_to_sequence, unpack
+from megatron_basp.ledger import Direction
+from megatron_basp.plan import Share
+from megatron_basp.sdpa import Kernel
+
+
+@dataclass(frozen=True, eq=False)  # a key of its own
+class Piece:
+    """One of `chunks` parts of the heads of a wave.
+
+    share: what this rank holds of the wave.
+    tokens: where that is in its stream.
+    where: the group to exchange with; None where the rank has whole sequences, at K = 1.
+    """
+
+    share: Share
+    tokens: slice
+    where: ExchangeGroup | None
+    chunk: int
+    chunks: int
+
+    def parts_of(self, streams: Sequence[Tensor]) -> list[Tensor]:
+        """[T, heads, d] of the stream -> [t, heads/chunks, d], views."""
+        return [x[self.tokens].chunk(self.chunks, dim=1)[self.chunk] for x in streams]
+
+    def attend(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None) -> Tensor:
+        """[S·rows, h, d] -> [S·rows, h, d_v]: position-major tokens are [S, rows] as they are.
+
+        Args:
+            offset: [H], of all heads of the tensor-parallel rank.
+        """
+        if offset is not None:
+            # Of this rank's heads. The gradients of all ranks' parts sum up in Megatron's reduction.
+            of_chunk = offset.chunk(self.chunks)[self.chunk]
+            of_rank = of_chunk.chunk(self.share.group_size)[self.share.rank_in_group]
+            output = kernel(*self._rows(query, key, value), softmax_offset=of_rank)
+        else:
+            output = kernel(*self._rows(query, key, value))  # [S, rows, h·d_v]
+        return output.reshape(query.shape[0], query.shape[1], -1)
+
+    def _rows(self, *tensors: Tensor) -> list[Tensor]:
+        return [x.unflatten(0, (-1, len(self.share.rows))) for x in tensors]
+
+
+def attend(
+    pieces: Sequence[Piece],
+    kernels: Sequence[Kernel],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_offset: Tensor | None,
+) -> Tensor:
+    """[T, heads, d] of a stream -> [T, H, d_v].
+
+    Args:
+        pieces: all of the stream, in the order in which they are to be attended to.
+        kernels: of each piece.
+        softmax_offset: [H], of attention sinks, where there are such.
+    """
+    return _Attend.apply(pieces, kernels, query, key, value, softmax_offset)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pieces: Sequence[Piece],
+        kernels: Sequence[Kernel],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offset: Tensor | None,
+    ) -> Tensor:
+        has_graph = any(ctx.needs_input_grad)
+        offset = None if offset is None else offset.detach().requires_grad_(has_graph)
+        output = query.new_empty(*query.shape[:2], value.shape[2])
+        to_heads = _start_all(pieces, [query, key, value], "qkv", "forward")
+        to_sequence = _ToSequence([output], "output", "forward")
+        graphs = []
+        for piece, kernel in zip(pieces, kernels, strict=True):
+            inputs = [x.detach().requires_grad_(has_graph) for x in to_heads.arrived(piece)]
+            with torch.set_grad_enabled(has_graph):
+                attended = piece.attend(kernel, *inputs, offset)
+            to_sequence.start(piece, [attended.detach()])
+            graphs.append((inputs, attended))
+        to_sequence.finish()
+        if has_graph:
+            ctx.pieces, ctx.graphs, ctx.offset = pieces, graphs, offset
+            ctx.shapes = [x.shape for x in (query, key, value)]
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.graphs is None:
+            raise RuntimeError("backward a second time: attention keeps what it needs for one")
+        to_heads = _start_all(ctx.pieces, [grad], "output", "backward")
+        grads = [grad.new_empty(shape) for shape in ctx.shapes]
+        to_sequence = _ToSequence(grads, "qkv", "backward")
+        graphs, ctx.graphs = ctx.graphs, None
+        for piece, (inputs, attended) in zip(ctx.pieces, _taken(graphs), strict=True):
+            # Not torch.autograd.grad: within it a kernel could not be recomputed (`torch.utils.checkpoint`).
+            torch.autograd.backward(attended, *to_heads.arrived(piece))
+            to_sequence.start(piece, [x.grad for x in inputs])
+        to_sequence.finish()
+        return None, None, *grads, None if ctx.offset is None else ctx.offset.grad
+
+
+def _taken(items: list[Any]) -> Iterator[Any]:
+    """One after the other, each forgotten with the next: what a piece keeps can be freed before the others."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
+class _ToHeads:
+    """Whole sequences of some heads for each piece, on their way or here already."""
+
+    def __init__(self, streams: Sequence[Tensor], in_flight: dict[Piece, InFlight]) -> None:
+        self._streams, self._in_flight = streams, in_flight
+
+    def arrived(self, piece: Piece) -> Sequence[Tensor]:
+        if piece.where is None:
+            return piece.parts_of(self._streams)
+        return self._in_flight.pop(piece).arrived()
+
+
+def _start_all(pieces: Sequence[Piece], streams: Sequence[Tensor], operation: str, direction: Direction) -> _ToHeads:
+    """Send all pieces, the largest K first."""
+    in_flight = {
+        piece: start_to_heads(piece.parts_of(streams), piece.where, operation, direction)
+        for piece in sorted(pieces, key=lambda piece: -piece.share.group_size)
+        if piece.where is not None
+    }
+    return _ToHeads(streams, in_flight)
+
+
+class _ToSequence:
+    """Sends what belongs to the stream's tokens back, piece by piece, into whole tensors [T, heads, d]."""
+
+    def __init__(self, targets: Sequence[Tensor], operation: str, direction: Direction) -> None:
+        self._targets, self._operation, self._direction = targets, operation, direction
+        self._in_flight: list[tuple[Piece, InFlight]] = []
+
+    def start(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
+        if piece.where is not None:
+            sent = start_to_sequence(tensors, piece.where, self._operation, self._direction)
+            self._in_flight.append((piece, sent))
+            return
+        for target, tensor in zip(piece.parts_of(self._targets), tensors, strict=True):
+            target.copy_(tensor)
+
+    def finish(self) -> None:
+        for piece, in_flight in self._in_flight:
+            unpack(in_flight, piece.parts_of(self._targets))
