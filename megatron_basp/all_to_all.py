@@ -50,11 +50,16 @@ class ExchangeGroup:
         return self.tokens_per_rank[self.group.rank()]
 
 
+def sends_several_at_once(x: Tensor) -> bool:
+    """Whether tensors like this one can travel together without being packed into one: over NCCL, not over gloo."""
+    return x.is_cuda
+
+
 class Buffers:
     """Tensors [rows, heads, d] that travel together: `parts`, and the `wires` [rows, width] that hold them.
 
     On a GPU each part has a wire of its own: Transformer Engine copies slices of a packed tensor, and refuses tensors
-    that begin somewhere inside of another. Gloo sends one tensor at a time, so that on a CPU all share one wire.
+    that begin inside of another. Gloo sends one tensor at a time, so that on a CPU all share one wire.
     """
 
     def __init__(self, wires: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -64,7 +69,7 @@ class Buffers:
     def empty(cls, like: Tensor, rows: int, shapes: Sequence[tuple[int, int]]) -> Buffers:
         """Args: shapes: heads and d of each part."""
         widths = [heads * size for heads, size in shapes]
-        if like.is_cuda:
+        if sends_several_at_once(like):
             wires = columns = [like.new_empty(rows, width) for width in widths]
         else:
             wires = [like.new_empty(rows, sum(widths))]
@@ -74,7 +79,7 @@ class Buffers:
     @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Buffers:
         """With these tensors in it: as they are, where they can be sent so, else copied."""
-        if len(tensors) == 1 or tensors[0].is_cuda:
+        if len(tensors) == 1 or sends_several_at_once(tensors[0]):
             # A strided gradient that is read as if it were contiguous is a silently wrong gradient.
             tensors = [x.contiguous() for x in tensors]
             return cls([x.flatten(1) for x in tensors], tensors)

@@ -1,12 +1,16 @@
 """The exchange, element by element: every number says which row, position, head and channel it is."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_basp.all_to_all import ExchangeGroup, heads_to_sequence, sequence_to_heads
+from megatron_basp import all_to_all
+from megatron_basp.all_to_all import ExchangeGroup, start_to_heads, start_to_sequence, unpack
 from megatron_basp.ledger import Ledger
 from tests.distributed.small_attention import RANKS, groups_of_all_ranks
 
@@ -87,118 +91,120 @@ CASES = {
     "unequal shards, 2 kv heads, 2 rows": Exchanged(4, 8, 2, (3, 1, 2, 4), rows=2),
     "unequal shards, K=2": Exchanged(2, 4, 1, (1, 3)),
 }
+NAMES = [*CASES, *(f"{name}, apart" for name in CASES)]
 REPLICATED = ("K=2, 1 kv head", "K=4, 2 kv heads", "K=4, 1 kv head", "unequal shards, 2 kv heads, 2 rows")
+
+
+def case_of(name):
+    return CASES[name.removesuffix(", apart")]
+
+
+@contextmanager
+def tensors_of_their_own():
+    """As on a GPU, over gloo, which sends what NCCL sends in one launch one after the other. Yields how many tensors
+    each launch sent."""
+    launches = []
+
+    @contextmanager
+    def coalescing(group, device, async_ops):
+        works = []
+
+        def all_to_all_single(*arguments, **options):
+            works.append(plain(*arguments, **options))
+
+        plain = dist.all_to_all_single
+        with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+            yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
+        launches.append(len(works))
+
+    with (
+        mock.patch.object(all_to_all, "sends_several_at_once", lambda x: True),
+        mock.patch.object(dist, "_coalescing_manager", coalescing),
+    ):
+        yield launches
+
+
 LAYOUTS = {
     "transposed": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
     "expanded": lambda x: x[:1, :1].expand_as(x),
 }
 
 
+def to_heads(tensors, where):
+    return start_to_heads(tensors, where, "qkv", "forward").arrived()
+
+
+def to_sequence(tensors, where, like):
+    """Unpacked into tensors of the shapes of `like`."""
+    targets = [torch.full_like(x, torch.nan) for x in like]
+    unpack(start_to_sequence(tensors, where, "qkv", "backward"), targets)
+    return targets
+
+
 def exchange(case, rank, groups):
-    """There and back, and the gradients of both: of the codes themselves, and in `scaled` times rank + 1."""
-    where = case.where(groups)
-    sent = [x.requires_grad_() for x in case.in_sequence(rank)]
-    received = sequence_to_heads(*sent, where)
-    back = heads_to_sequence(received[0], where)
+    """To heads and back, of the codes themselves, and back once more of rank + 1 times the codes."""
+    where, sent = case.where(groups), case.in_sequence(rank)
     arrived = case.in_heads(rank)
-    scaled = torch.autograd.grad(received, sent, [(rank + 1) * x for x in arrived], retain_graph=True)
-    only_query = torch.autograd.grad(received[0], sent, arrived[0], retain_graph=True, materialize_grads=True)
-    output = arrived[0].clone().requires_grad_()
-    (of_output,) = torch.autograd.grad(heads_to_sequence(output, where), output, sent[0].detach())
+    received = to_heads(sent, where)
     odd = {}
     for name, lay_out in LAYOUTS.items():
-        pairs = [(x, x.contiguous()) for x in map(lay_out, arrived)]
-        assert not pairs[0][0].is_contiguous()
+        strided = [lay_out(x) for x in arrived]
+        assert not strided[0].is_contiguous()
         odd[name] = [
-            torch.autograd.grad(received, sent, gradients, retain_graph=True) for gradients in zip(*pairs, strict=True)
+            (to_sequence(strided, where, sent), to_sequence([x.contiguous() for x in strided], where, sent)),
+            (to_sequence(strided[:1], where, sent[:1]), to_sequence([strided[0].contiguous()], where, sent[:1])),
         ]
-        gradient = lay_out(sent[0].detach())
-        odd[name][0] += torch.autograd.grad(heads_to_sequence(output, where), output, gradient)
-        odd[name][1] += torch.autograd.grad(heads_to_sequence(output, where), output, gradient.contiguous())
+        strided = [lay_out(x) for x in sent]
+        odd[name].append((to_heads(strided, where), to_heads([x.contiguous() for x in strided], where)))
     return {
-        "received": [x.detach() for x in received],
-        "back": back.detach(),
-        "scaled": scaled,
-        "only query": only_query,
-        "of output": of_output,
+        "received": received,
+        "back": to_sequence(received[:1], where, sent[:1])[0],
+        "scaled": to_sequence([(rank + 1) * x for x in arrived], where, sent),
         "odd": odd,
-        "offsets": [x.storage_offset() for x in received],
-        "contiguous": [x.is_contiguous() for x in received],
-        "memory": len({x.untyped_storage().data_ptr() for x in received}),
     }
-
-
-def finite_differences(case, rank, groups):
-    """The gradient of a weighted sum over all ranks: by autograd, and by moving each number of each rank in turn."""
-    where = case.where(groups)
-    generator = torch.Generator().manual_seed(rank)
-    inputs = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in case.in_sequence(rank)]
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in case.in_heads(rank)]
-
-    def total():
-        received = sequence_to_heads(*inputs, where)
-        weighted = torch.stack([(w * x).sum() for w, x in zip(weights, received, strict=True)]).sum()
-        dist.all_reduce(weighted)
-        return weighted
-
-    differences = [torch.zeros_like(x) for x in inputs]
-    for moving in range(RANKS):
-        for x, difference in zip(inputs, differences, strict=True):
-            for index in range(x.numel()):
-                ends = []
-                for step in (0.5, -1.0):
-                    if moving == rank:
-                        x.view(-1)[index] += step
-                    ends.append(total())
-                if moving == rank:
-                    x.view(-1)[index] += 0.5
-                    difference.view(-1)[index] = ends[0] - ends[1]
-    leaves = [x.requires_grad_() for x in inputs]
-    return torch.autograd.grad(sequence_to_heads(*leaves, where), leaves, weights), differences
 
 
 @pytest.fixture(scope="module")
 def exchanged(on_ranks):
-    """By case, what each rank found; and by case of REPLICATED the two gradients of each rank."""
+    """By case, what each rank found; and the same where each tensor is sent from storage of its own."""
 
     def all_cases(rank):
         groups = groups_of_all_ranks()
-        small = Exchanged(4, 4, 2, (1, 1, 1, 1), sizes=(1, 2, 2))
-        return {name: exchange(case, rank, groups) for name, case in CASES.items()} | {
-            "finite differences": finite_differences(small, rank, groups)
-        }
+        found = {name: exchange(case, rank, groups) for name, case in CASES.items()}
+        with tensors_of_their_own() as calls:
+            apart = {f"{name}, apart": exchange(case, rank, groups) for name, case in CASES.items()}
+        return found | apart | {"calls": calls}
 
     by_rank = on_ranks(all_cases, RANKS)
     return {name: [found[name] for found in by_rank] for name in by_rank[0]}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_element_arrives_where_its_head_is_attended_to_in_the_order_of_the_sequence(exchanged, name):
     for rank, found in enumerate(exchanged[name]):
-        for received, expected in zip(found["received"], CASES[name].in_heads(rank), strict=True):
+        for received, expected in zip(found["received"], case_of(name).in_heads(rank), strict=True):
             assert torch.equal(received, expected), f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_there_and_back_is_the_identity(exchanged, name):
     for rank, found in enumerate(exchanged[name]):
-        assert torch.equal(found["back"], CASES[name].in_sequence(rank)[0]), f"rank {rank}"
+        assert torch.equal(found["back"], case_of(name).in_sequence(rank)[0]), f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_return_to_the_elements_they_are_of(exchanged, name):
-    case = CASES[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_what_returns_is_of_the_rank_that_had_the_head(exchanged, name):
+    case = case_of(name)
     for rank, found in enumerate(exchanged[name]):
-        assert torch.equal(found["of output"], case.in_heads(rank)[0]), f"rank {rank}"
         first = rank - case.place(rank)[1]
         owners = [first + head // (case.heads // case.group_size) + 1 for head in range(case.heads)]
         expected = case.in_sequence(rank)[0] * torch.tensor(owners, dtype=torch.float64)[:, None]
         assert torch.equal(found["scaled"][0], expected), f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_gradient_of_a_key_value_head_is_the_sum_over_the_ranks_that_got_it(exchanged, name):
-    case = CASES[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_what_returns_of_a_key_value_head_is_the_sum_over_the_ranks_that_got_it(exchanged, name):
+    case = case_of(name)
     for rank, found in enumerate(exchanged[name]):
         first = rank - case.place(rank)[1]
         group = range(first, first + case.group_size)
@@ -209,36 +215,26 @@ def test_the_gradient_of_a_key_value_head_is_the_sum_over_the_ranks_that_got_it(
 
 def test_cases_with_fewer_key_value_heads_than_ranks_send_each_head_to_several():
     for name in REPLICATED:
-        case = CASES[name]
+        case = case_of(name)
         got = [head for rank in range(case.group_size) for head in case.heads_of(rank)[1]]
         assert all(got.count(head) == case.group_size // case.kv_heads > 1 for head in range(case.kv_heads))
 
 
-def test_gradients_are_those_of_finite_differences_with_a_head_on_two_ranks(exchanged):
-    for gradients, differences in exchanged["finite differences"]:
-        for gradient, difference in zip(gradients, differences, strict=True):
-            torch.testing.assert_close(gradient, difference, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_output_without_a_gradient_gives_none_to_its_input(exchanged, name):
-    case = CASES[name]
-    for rank, found in enumerate(exchanged[name]):
-        query, key, value = found["only query"]
-        assert torch.equal(query, case.in_sequence(rank)[0])
-        assert not key.any() and not value.any()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
-def test_the_memory_layout_of_a_gradient_does_not_matter(exchanged, name, layout):
+@pytest.mark.parametrize("name", NAMES)
+def test_the_memory_layout_of_what_is_sent_does_not_matter(exchanged, name, layout):
     for rank, found in enumerate(exchanged[name]):
-        for of_view, of_contiguous in zip(*found["odd"][layout], strict=True):
-            assert torch.equal(of_view, of_contiguous), f"rank {rank}"
+        for of_views, of_contiguous in found["odd"][layout]:
+            for of_view, expected in zip(of_views, of_contiguous, strict=True):
+                assert torch.equal(of_view, expected), f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_arrives_lies_in_three_contiguous_tensors_of_their_own(exchanged, name):
-    """Transformer Engine copies what does not."""
-    for found in exchanged[name]:
-        assert found["offsets"] == [0, 0, 0] and all(found["contiguous"]) and found["memory"] == 3
+def test_tensors_of_their_own_are_contiguous_begin_at_their_storage_and_travel_in_one_launch(exchanged, name):
+    """Transformer Engine copies what is not, and refuses what begins inside of another tensor."""
+    for found in exchanged[f"{name}, apart"]:
+        for received in found["received"]:
+            assert received.is_contiguous() and received.storage_offset() == 0
+        assert len({x.untyped_storage().data_ptr() for x in found["received"]}) == 3
+    for calls in exchanged["calls"]:
+        assert set(calls) == {3}, "q, k and v in one launch, and nothing else in any"
