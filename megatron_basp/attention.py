@@ -7,7 +7,7 @@ order: [S, rows, H/K, d] -> [S, rows, (H/K)·d_v]. Where rows are packed it gets
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ class BaspAttention(torch.nn.Module):
         softmax_offset: the logit of each head's attention sink, [H], a parameter where they are learnt; None without.
         chunks: for each K in how many parts the heads are exchanged, so that one travels while another is attended
             to; 1 where it says nothing.
+        recompute: runs a kernel, its first argument, and keeps none of what it computes for backward, which runs it
+            again; the exchange is not repeated. None to keep it.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class BaspAttention(torch.nn.Module):
         layer: int,
         softmax_offset: Tensor | None = None,
         chunks: Mapping[int, int] | None = None,
+        recompute: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -56,6 +59,7 @@ class BaspAttention(torch.nn.Module):
         self.layer = layer
         self.softmax_offset = softmax_offset
         self.chunks = dict(chunks or {})
+        self.recompute = recompute
         self._pieces_of: BatchPlan | None = None
         self._pieces: list[Piece] = []
 
@@ -133,7 +137,9 @@ class BaspAttention(torch.nn.Module):
 
     def _kernel(self, piece: Piece, documents: Documents | None) -> Kernel:
         kernel = self.kernels[piece.share.group_size]
-        return kernel if documents is None else partial(kernel, documents=documents.of_rows(piece.share.rows))
+        if documents is not None:
+            kernel = partial(kernel, documents=documents.of_rows(piece.share.rows))
+        return partial(self.recompute, kernel) if self.recompute is not None and self.training else kernel
 
     def train(self, mode: bool = True) -> BaspAttention:
         for kernel in self.kernels.values():

@@ -27,5 +27,6 @@ def small_settings(micro_batch_size: int = 1, **changes: Any) -> Settings:
         "sft": False,
         "ledger": None,
         "check": False,
+        "overlap_chunks": 1,
     }
     return Settings(**values | changes)

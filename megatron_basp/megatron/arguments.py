@@ -7,6 +7,7 @@ with a remedy rather than a bare assertion, on every rank and before any process
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and at a plan's first use. It costs one all-gather of 32 bytes a rank in each call of the schedule, and a "
         "wait for it, in which a GPU is given nothing to do: tens of microseconds inside a host.",
     )
+    group.add_argument(
+        "--basp-overlap-chunks",
+        type=int,
+        metavar="C",
+        help="exchange a rank's heads in C parts, so that one travels while another is attended to (default 1). C must "
+        "divide the query heads and the key-value heads of a group's rank. It pays where links are slow beside "
+        "attention: each part has its own latency.",
+    )
     parser.set_defaults(cp_comm_type=_Untouched(parser.get_default("cp_comm_type")))
     return parser
 
@@ -97,7 +106,14 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     """
     mode = args.sequence_parallel_mode
     if mode == "none":
-        for name in ("basp_group_size", "basp_domain_size", "basp_cluster", "basp_ledger", "basp_check"):
+        for name in (
+            "basp_group_size",
+            "basp_domain_size",
+            "basp_cluster",
+            "basp_ledger",
+            "basp_check",
+            "basp_overlap_chunks",
+        ):
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigurationError(
@@ -145,6 +161,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
                 f"TP={settings.tensor_model_parallel_size}: use a --seq-length that is a multiple of "
                 f"{ranks * settings.tensor_model_parallel_size}"
             )
+    _check_chunks(settings)
     refuse_capacity_of_shards(args, settings.group_sizes(), mode)
     check_fp8(args, settings)
     return settings
@@ -236,6 +253,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         sft=args.sft,
         ledger=args.basp_ledger,
         check=bool(args.basp_check),
+        overlap_chunks=1 if args.basp_overlap_chunks is None else _positive(args, "basp_overlap_chunks"),
     )
 
 
@@ -296,3 +314,14 @@ def _attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> Att
         return AttentionShape(heads, heads, query_head_size, args.v_head_dim, element_bytes)
     head_size = args.kv_channels or args.hidden_size // args.num_attention_heads
     return AttentionShape(heads, kv_heads, head_size, head_size, element_bytes)
+
+
+def _check_chunks(settings: Settings) -> None:
+    """Each part must be an exchange by itself, without more copies of key-value heads than the whole has."""
+    for group_size in settings.group_sizes():
+        heads, kv_heads = settings.limits.heads // group_size, max(settings.limits.kv_heads // group_size, 1)
+        if group_size > 1 and (heads % settings.overlap_chunks or kv_heads % settings.overlap_chunks):
+            raise ConfigurationError(
+                f"--basp-overlap-chunks C must divide the heads of a rank at K={group_size}, H/K={heads} and "
+                f"Hkv/K={kv_heads}, got {settings.overlap_chunks}: use a divisor of {math.gcd(heads, kv_heads)}"
+            )

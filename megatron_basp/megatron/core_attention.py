@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -57,7 +57,7 @@ class MegatronBaspAttention(BaspAttention):
         kernel_arguments.pop("cp_comm_type", None)
         kernels = {
             group_size: make_kernel(
-                config=share_of_heads(config, group_size),
+                config=share_of_heads(config, group_size * runtime.settings.chunks(group_size)),
                 layer_number=layer_number,
                 attn_mask_type=attn_mask_type,
                 attention_type=attention_type,
@@ -83,6 +83,8 @@ class MegatronBaspAttention(BaspAttention):
             runtime.ledger,
             layer_number,
             softmax_offset=sinks[0].softmax_offset if sinks else None,
+            chunks={size: runtime.settings.chunks(size) for size in runtime.settings.group_sizes()},
+            recompute=recompute if recomputes_core_attention(config) else None,
         )
         self._sinks = sinks  # in a list, so that its parameter is registered once, as ours and under stock's name
 
@@ -119,13 +121,34 @@ def check_heads(config: Any, layer: int, settings: Settings) -> None:
         )
 
 
-def share_of_heads(config: Any, group_size: int) -> Any:
-    """A copy of a TransformerConfig with the heads that one of K ranks attends with: H/K and max(Hkv, K)/K."""
+def recomputes_core_attention(config: Any) -> bool:
+    """As `core/transformer/attention.py` decides it."""
+    return config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+
+
+def recompute(kernel: Kernel, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """By Megatron's own checkpoint, which puts its random states back."""
+    from megatron.core import tensor_parallel
+
+    return tensor_parallel.checkpoint(partial(kernel, **options), False, *tensors)
+
+
+def recompute_inside_of_the_exchange(model: torch.nn.Module) -> None:
+    """Megatron's layers recompute the whole of core attention, exchange included: here it recomputes its kernel."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "core_attention", None), MegatronBaspAttention):
+            if not hasattr(module, "checkpoint_core_attention"):
+                raise RuntimeError(f"{name} has no checkpoint_core_attention, with which this Megatron recomputes it")
+            module.checkpoint_core_attention = False
+
+
+def share_of_heads(config: Any, parts: int) -> Any:
+    """A copy of a TransformerConfig with one of so many parts of the heads, H/parts and at least one of Hkv/parts."""
     tensor_parallel = config.tensor_model_parallel_size
     kv_heads = config.num_query_groups // tensor_parallel
     config = copy.copy(config)
-    config.num_attention_heads //= group_size
-    config.num_query_groups = max(kv_heads, group_size) // group_size * tensor_parallel
+    config.num_attention_heads //= parts
+    config.num_query_groups = max(kv_heads, parts) // parts * tensor_parallel
     return config
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
+from megatron_basp.megatron.core_attention import recompute_inside_of_the_exchange
 from megatron_basp.megatron.multi_token import number_behind_decoder
 from megatron_basp.megatron.refusals import refuse_capacity_of_shards, refuse_unsupported_config
 from megatron_basp.megatron.runtime import Runtime
@@ -61,6 +62,7 @@ def building_model(runtime: Runtime, original: Function) -> Function:
         original(**arguments)
         read_positions_from_plan(self, runtime)
         number_behind_decoder(self)
+        recompute_inside_of_the_exchange(self)
         check_model(self)
 
     return __init__

@@ -77,7 +77,7 @@ class PlannedSchedule:
             counted = runtime.ledger.page.collectives
             counted.subtract(before)
             attentions = sum((attentions_in_a_pass(chunk) for chunk in chunks), Counter())
-            check_exchanges(plan, attentions, microbatches, counted, dist.get_rank())
+            check_exchanges(plan, attentions, microbatches * runtime.settings.overlap_chunks, counted, dist.get_rank())
             runtime.checked_plans.add(plan)
         return result
 
@@ -110,13 +110,14 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
 
 
 def check_exchanges(
-    plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Collective], rank: int
+    plan: BatchPlan, attentions: Counter[int], parts: int, counted: Counter[Collective], rank: int
 ) -> None:
-    """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
+    """Each layer must have exchanged every part of every micro-batch in each wave with K > 1, up to twice where it is
     recomputed.
 
     Args:
         attentions: how often each layer attends in one forward pass.
+        parts: micro-batches, times the parts in which each is exchanged.
         counted: the rank's collectives of this step.
 
     Raises:
@@ -128,12 +129,12 @@ def check_exchanges(
             exchanged[collective.layer, collective.wave] += number
     for layer, times in attentions.items():
         for index, wave in enumerate(plan.waves):
-            expected, found = microbatches * times, exchanged[layer, index]
+            expected, found = parts * times, exchanged[layer, index]
             if wave.group_size > 1 and not expected <= found <= 2 * expected:
                 raise RuntimeError(
                     f"rank {rank}: layer {layer} exchanged {found} times in groups of {wave.group_size} in its "
-                    f"first step, and should have {expected} times (up to twice that with recompute) for "
-                    f"{microbatches} micro-batches: attention did not see whole sequences"
+                    f"first step, and should have {expected} times, or up to twice that with recompute: attention did "
+                    f"not see whole sequences"
                 )
 
 

@@ -31,6 +31,7 @@ class Settings:
     sft: `--sft`.
     ledger: `--basp-ledger`, where it is written what is sent, or None.
     check: `--basp-check`, compare plans between ranks in every step.
+    overlap_chunks: `--basp-overlap-chunks`: in how many parts a rank's heads are exchanged.
     """
 
     mode: str
@@ -49,10 +50,15 @@ class Settings:
     sft: bool
     ledger: Path | None
     check: bool
+    overlap_chunks: int
 
     def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:
         cost_of = None if self.exchange is None else self.exchange.cost_of(seq_length)
         return plan_batch((seq_length,) * micro_batch_size, self.ranks, self.limits, cost_of)
+
+    def chunks(self, group_size: int) -> int:
+        """Parts of the heads in groups of K; alone, a rank exchanges nothing."""
+        return 1 if group_size == 1 else self.overlap_chunks
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes that the run uses, training's first."""

@@ -49,13 +49,15 @@ def test_stock_attention_in_a_model_that_was_not_walked_is_refused_in_the_first_
 
 def test_attention_without_its_exchange_is_refused_in_the_first_step(trainer: Trainer) -> None:
     def sabotage() -> None:
-        from megatron_basp import attention
+        from types import SimpleNamespace
 
-        attention.sequence_to_heads = lambda query, key, value, where: (
-            query[:, : query.shape[1] // where.size].repeat(where.size, 1, 1),
-            key[:, : max(1, key.shape[1] // where.size)].repeat(where.size, 1, 1),
-            value[:, : max(1, value.shape[1] // where.size)].repeat(where.size, 1, 1),
-        )
+        from megatron_basp import overlap
+
+        def keep(tensors: list[Any], where: Any, operation: str, direction: str) -> SimpleNamespace:
+            own = [x[:, : max(1, x.shape[1] // where.size)].repeat(where.size, 1, 1) for x in tensors]
+            return SimpleNamespace(arrived=lambda: own)
+
+        overlap.start_to_heads = keep
 
     with pytest.raises(RankFailed, match=r"rank \d: layer 1 exchanged 0 times in groups of 2"):
         trainer.planned(PLANNED, ranks=4, sabotage=sabotage)
