@@ -88,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--basp-overlap-chunks",
         type=int,
         metavar="C",
-        help="exchange a rank's heads in C parts, so that one travels while another is attended to (default 1). C must "
-        "divide the query heads and the key-value heads of a group's rank. It pays where links are slow beside "
-        "attention: each part has its own latency.",
+        help="exchange a rank's heads in C parts, so that one travels while another is attended to (default 1). C "
+        "must divide the query heads and the key-value heads of a rank in its group. It pays where links are slow "
+        "beside attention; each part has a latency of its own.",
     )
     parser.set_defaults(cp_comm_type=_Untouched(parser.get_default("cp_comm_type")))
     return parser
@@ -106,15 +106,8 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     """
     mode = args.sequence_parallel_mode
     if mode == "none":
-        for name in (
-            "basp_group_size",
-            "basp_domain_size",
-            "basp_cluster",
-            "basp_ledger",
-            "basp_check",
-            "basp_overlap_chunks",
-        ):
-            if getattr(args, name) is not None:
+        for name, value in vars(args).items():
+            if name.startswith("basp_") and value is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigurationError(
                     f"{flag} does nothing without --sequence-parallel-mode basp: add it, or drop {flag}"
