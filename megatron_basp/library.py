@@ -38,7 +38,7 @@ def names(folder: Path) -> list[str]:
 
 def _check_folder(name_or_file: str, folder: Path) -> None:
     """A file needs no folder; a name does, and an installed package has left it behind."""
-    if not folder.is_dir() and not Path(name_or_file).suffix:
+    if not folder.is_dir() and Path(name_or_file).suffix not in (".yaml", ".yml", ".json"):
         raise ConfigurationError(
             f"there is no {folder} to look {name_or_file} up in, since megatron_basp was installed without its "
             f"repository: give a file, or install with pip install -e"
