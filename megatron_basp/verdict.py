@@ -1,0 +1,43 @@
+"""Would plain flags do as well, in a few sentences. Pure."""
+
+from __future__ import annotations
+
+from megatron_basp.candidates import Comparison, PlainFlags
+
+# Closer than that, two modelled steps are the same: the model does not resolve it.
+RESOLVED_SHARE = 0.01
+
+
+def verdict(comparison: Comparison) -> str:
+    """BASP's choice against stock Megatron over the same devices and samples."""
+    plain, equivalent = comparison.plain, comparison.equivalent
+    seconds = comparison.chosen.cost.step_seconds
+    if plain is None:
+        return "No plain flags take these samples on these ranks within their memory: BASP is the way to train this."
+    more = seconds / plain.cost.step_seconds - 1
+    if more > RESOLVED_SHARE:
+        same = f" The same as BASP's choice is {_sizes(equivalent)}." if equivalent else ""
+        return (
+            f"Plain flags are faster here: with {_sizes(plain)} and {_micro_batches(plain)} a step of stock Megatron "
+            f"takes {plain.cost.step_seconds * 1e3:.0f} ms, and BASP's {more:.1%} more.{same}"
+        )
+    if equivalent is not None:
+        return f"Plain flags do as well here: {_sizes(equivalent)} of stock Megatron is the same as BASP's choice."
+    if more >= -RESOLVED_SHARE:
+        return (
+            f"Plain flags do as well here: with {_sizes(plain)} and {_micro_batches(plain)} a step of stock Megatron "
+            f"takes the same time to {RESOLVED_SHARE:.0%}, which the model does not resolve."
+        )
+    return (
+        f"BASP is worth it: a step of the fastest plain flags, {_sizes(plain)} with {_micro_batches(plain)}, takes "
+        f"{plain.cost.step_seconds / seconds - 1:.1%} more."
+    )
+
+
+def _sizes(plain: PlainFlags) -> str:
+    return f"--context-parallel-size {plain.context_parallel_size} --micro-batch-size {plain.micro_batch_size}"
+
+
+def _micro_batches(plain: PlainFlags) -> str:
+    number = plain.training.micro_batches
+    return f"{number} micro-batch{'es' if number > 1 else ''} a step"
