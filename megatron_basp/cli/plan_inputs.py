@@ -1,0 +1,148 @@
+"""The run that `megatron-basp plan` is asked about: from its own options, or from a command line of Megatron's."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+from dataclasses import dataclass
+
+from megatron_basp.cluster import ClusterSpec
+from megatron_basp.errors import ConfigurationError
+from megatron_basp.library import CLUSTERS, MODELS, named_cluster, named_model, names
+from megatron_basp.training_spec import Parallelism, TrainingSpec
+
+# Options that Megatron has too, and that a command line of Megatron's says by itself.
+SIZES = """
+    context_parallel_size micro_batch_size seq_length global_batch_size tensor_model_parallel_size
+    pipeline_model_parallel_size expert_model_parallel_size data_parallel_sharding_strategy recompute_granularity
+    precision basp_group_size
+""".split()
+
+
+@dataclass(frozen=True)
+class Question:
+    """training: the run. group_size: K, where it is fixed. model: what it is called."""
+
+    training: TrainingSpec
+    group_size: int | None
+    model: str
+
+
+def question(options: argparse.Namespace) -> Question:
+    """Raises ConfigurationError: something is missing, impossible, or would be refused in training."""
+    if options.cluster is None:
+        raise ConfigurationError(
+            f"time depends on the cluster: give --cluster with a .yaml file, or one of {', '.join(names(CLUSTERS))}"
+        )
+    cluster = named_cluster(options.cluster)
+    if options.flags:
+        return _from_megatron(options, cluster)
+    return _from_options(options, cluster)
+
+
+def _from_options(options: argparse.Namespace, cluster: ClusterSpec) -> Question:
+    for name in ("model", "seq_length", "micro_batch_size"):
+        if getattr(options, name) is None:
+            known = f" with a file, or one of {', '.join(names(MODELS))}" if name == "model" else ""
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} is missing: give it{known}, or a whole command line of Megatron's behind --"
+            )
+    parallelism = _parallelism(options)
+    group_size = options.basp_group_size
+    if options.micro_batch_size < 1:
+        raise ConfigurationError(f"--micro-batch-size must be 1 or more, got {options.micro_batch_size}")
+    samples = options.micro_batch_size * parallelism.data_parallel_size
+    training = TrainingSpec(
+        model=named_model(options.model),
+        cluster=cluster,
+        parallelism=parallelism,
+        seq_length=options.seq_length,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=samples if options.global_batch_size is None else options.global_batch_size,
+        precision=options.precision or "bf16",
+    )
+    _check_as_training_would(training)
+    return Question(training, group_size, options.model)
+
+
+def _parallelism(options: argparse.Namespace) -> Parallelism:
+    """`--ranks` alone is N; beside `--context-parallel-size` it is all devices."""
+    tensor_parallel = _given(options, "tensor_model_parallel_size")
+    stages = _given(options, "pipeline_model_parallel_size")
+    ranks = options.context_parallel_size or options.ranks
+    if ranks is None:
+        raise ConfigurationError("--ranks is missing: give the number of context-parallel ranks N")
+    if ranks < 2:
+        raise ConfigurationError(
+            f"there is nothing to plan below N = 2 context-parallel ranks, got {ranks}: use --ranks 2 or more"
+        )
+    model_ranks = tensor_parallel * stages * ranks
+    data_parallel = 1
+    if options.context_parallel_size is not None and options.ranks is not None:
+        if options.ranks < 1 or options.ranks % model_ranks:
+            raise ConfigurationError(
+                f"ranks % (TP·PP·CP) must be 0, got --ranks {options.ranks} and {tensor_parallel}·{stages}·{ranks}: "
+                f"use a multiple of {model_ranks}"
+            )
+        data_parallel = options.ranks // model_ranks
+    return Parallelism(
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=stages,
+        context_parallel_size=ranks,
+        data_parallel_size=data_parallel,
+        expert_model_parallel_size=_given(options, "expert_model_parallel_size"),
+        sharding=options.data_parallel_sharding_strategy or "no_shard",
+        recompute=options.recompute_granularity or "none",
+    )
+
+
+def _given(options: argparse.Namespace, name: str) -> int:
+    value = getattr(options, name)
+    if value is not None and value < 1:
+        raise ConfigurationError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+    return 1 if value is None else int(value)
+
+
+def _check_as_training_would(training: TrainingSpec) -> None:
+    """What Megatron, or a mode, refuses later (`megatron/arguments.py`, `megatron/refusals.py`)."""
+    parallelism, length = training.parallelism, training.seq_length
+    ranks, tensor_parallel = parallelism.context_parallel_size, parallelism.tensor_model_parallel_size
+    unit = 2 * ranks
+    if length % unit:
+        raise ConfigurationError(
+            f"Megatron wants S % (2·N) to be 0 for N context-parallel ranks, got S={length}, N={ranks}: the next "
+            f"--seq-length that works is {-(-length // unit) * unit}"
+        )
+    alignment = tensor_parallel * (16 if training.precision == "fp8" else 1)
+    if training.tokens % alignment:
+        unit = math.lcm(alignment * ranks, 2 * ranks)
+        raise ConfigurationError(
+            f"the T = B·S/N tokens of a rank are spread over TP ranks, and fp8 takes 16 at a time: T % {alignment} "
+            f"must be 0, got T={training.tokens}: use a --seq-length that is a multiple of {unit}"
+        )
+    if parallelism.sharding in ("optim_grads", "optim_grads_params") and parallelism.pipeline_model_parallel_size > 1:
+        raise ConfigurationError(
+            f"--data-parallel-sharding-strategy {parallelism.sharding} is Megatron-FSDP, which has no pipeline "
+            f"stages: use --pipeline-model-parallel-size 1, or optim"
+        )
+
+
+def _from_megatron(options: argparse.Namespace, cluster: ClusterSpec) -> Question:
+    for name in SIZES:
+        if getattr(options, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(f"{flag} stands before --: with a command line of Megatron's, give it behind --")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigurationError(f"--ranks must be 1 or more, got {options.ranks}")
+    model = named_model(options.model) if options.model is not None else None
+    # What Megatron prints is not this command's result.
+    with contextlib.redirect_stdout(sys.stderr):
+        from megatron_basp.cli.loading import load_megatron
+
+        load_megatron()
+        from megatron_basp.megatron.planned_flags import training_of_flags
+
+        training, group_size = training_of_flags(options.flags, options.ranks, model, cluster)
+    return Question(training, group_size, options.model or "the model of these flags")
