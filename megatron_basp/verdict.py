@@ -14,9 +14,10 @@ def verdict(comparison: Comparison) -> str:
     found = _against_modelled(comparison)
     if comparison.equivalent is None and len(plan.waves) == 1:
         size = plan.waves[0].group_size
+        rows = len(plan.lengths) * size // plan.ranks
         found += (
-            f" Not modelled: --context-parallel-size {size} --micro-batch-size {len(plan.lengths) * size // plan.ranks} "
-            f"by stock's p2p or all-gather, since its a2a does not take so few key-value heads; it may do as well."
+            f" Not modelled: --context-parallel-size {size} --micro-batch-size {rows} by stock's p2p or all-gather, "
+            f"since its a2a does not take so few key-value heads; it may do as well."
         )
     return found
 
@@ -41,8 +42,8 @@ def _against_modelled(comparison: Comparison) -> str:
             f"takes the same time to {RESOLVED_SHARE:.0%}, which the model does not resolve."
         )
     return (
-        f"BASP is faster: a step of the fastest plain flags by a2a, {_sizes(plain)} with {_micro_batches(plain)}, takes "
-        f"{plain.cost.step_seconds / seconds - 1:.1%} more."
+        f"BASP is faster: a step of the fastest plain flags by a2a, {_sizes(plain)} with {_micro_batches(plain)}, "
+        f"takes {plain.cost.step_seconds / seconds - 1:.1%} more."
     )
 
 

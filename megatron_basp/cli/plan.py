@@ -1,4 +1,4 @@
-"""`megatron-basp plan`: which K, what it costs, and when plain flags would do. Modelled, in a second, without a GPU."""
+"""`megatron-basp plan`: which K, what it costs, and when plain flags would do. Modelled, without a GPU."""
 
 from __future__ import annotations
 

@@ -45,10 +45,9 @@ def question(options: argparse.Namespace) -> Question:
 def _from_options(options: argparse.Namespace, cluster: ClusterSpec) -> Question:
     for name in ("model", "seq_length", "micro_batch_size"):
         if getattr(options, name) is None:
+            flag = "--" + name.replace("_", "-")
             known = f" with a file, or one of {', '.join(names(MODELS))}" if name == "model" else ""
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} is missing: give it{known}, or a whole command line of Megatron's behind --"
-            )
+            raise ConfigurationError(f"{flag} is missing: give it{known}, or a command line of Megatron's behind --")
     parallelism = _parallelism(options)
     group_size = options.basp_group_size
     if options.micro_batch_size < 1:
