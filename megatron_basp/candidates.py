@@ -191,7 +191,11 @@ def _reason(training: TrainingSpec, plan: BatchPlan, cost: StepCost, least_secon
     if plan.group_sizes == (1,):
         crossing = "nothing is sent"
     more = cost.step_seconds / least_seconds - 1
-    judgement = "chosen" if is_chosen else f"the step takes {more:.1%} more" if more > 0 else f"{-more:.1%} less"
+    judgement = f"the step takes {abs(more):.1%} {'more' if more > 0 else 'less'}"
+    if is_chosen:
+        judgement = "chosen"
+    elif abs(more) < 0.0005:
+        judgement = "the step takes as long"
     return f"{', '.join(parts)}: {crossing}, the exchange is {cost.exchange_share:.1%} of the step; {judgement}"
 
 
