@@ -59,6 +59,7 @@ class ClusterSpec:
     matmul_share_of_peak: what the matrix products of a training step reach of it.
     attention_flops_per_second: causal attention, forward and backward together, by head size and sequence length.
     ring_bytes_per_second: bus bandwidth of all-reduce, all-gather and reduce-scatter inside a node.
+    across: the fabric between nodes, or None where there is one node.
     """
 
     name: str
@@ -71,7 +72,7 @@ class ClusterSpec:
     attention_flops_per_second: Mapping[int, Mapping[int, float]]
     ring_bytes_per_second: float
     within: WithinNode
-    across: AcrossNodes = field(repr=False)
+    across: AcrossNodes | None = field(repr=False)
 
     def within_latency_seconds(self, gpus: int) -> float:
         return _at_least(self.within.latency_seconds, gpus)
@@ -79,16 +80,27 @@ class ClusterSpec:
     def within_bytes_per_second(self, gpus: int) -> float:
         return _at_least(self.within.bytes_per_second, gpus)
 
+    def across_latency_seconds(self) -> float:
+        return self._fabric().latency_seconds
+
     def across_bytes_per_second(self, nodes: int) -> float:
         """What an all-to-all over that many nodes carries out of one node, of all its GPUs together."""
-        across = self.across
+        across = self._fabric()
         nics = across.nics_per_node if across.all_to_all_uses_all_nics else 1
         return nics * across.bytes_per_second_per_nic * _at_least(across.share_of_rate, nodes)
 
     def ring_across_bytes_per_second(self) -> float:
         """What rings carry out of one node, of all its GPUs together."""
-        across = self.across
+        across = self._fabric()
         return across.nics_per_node * across.bytes_per_second_per_nic * across.ring_share_of_rate
+
+    def _fabric(self) -> AcrossNodes:
+        if self.across is None:
+            raise ConfigurationError(
+                f"cluster {self.name} has one node of {self.gpus_per_node} GPUs: use no more ranks than that, or a "
+                f"cluster with across_nodes"
+            )
+        return self.across
 
 
 def _at_least(table: Mapping[int, float], size: int) -> float:
@@ -104,7 +116,7 @@ def cluster_from_mapping(name: str, content: Mapping[str, Any]) -> ClusterSpec:
     """
     top = _Keys(name, content)
     within = _Keys(f"{name}, within_node", top.mapping("within_node"))
-    across = _Keys(f"{name}, across_nodes", top.mapping("across_nodes"))
+    alone = content.get("nodes") == 1 and "across_nodes" not in content
     attention = _Keys(f"{name}, attention_teraflops", top.mapping("attention_teraflops"))
     spec = ClusterSpec(
         name=name,
@@ -120,18 +132,24 @@ def cluster_from_mapping(name: str, content: Mapping[str, Any]) -> ClusterSpec:
             latency_seconds=within.table("latency_microseconds", int, 1e-6),
             bytes_per_second=within.table("gigabytes_per_second", int, 1e9),
         ),
-        across=AcrossNodes(
-            latency_seconds=across.number("latency_microseconds") * 1e-6,
-            bytes_per_second_per_nic=across.number("gigabytes_per_second_per_nic") * 1e9,
-            nics_per_node=across.whole("nics_per_node"),
-            all_to_all_uses_all_nics=across.boolean("all_to_all_uses_all_nics"),
-            share_of_rate=across.table("share_of_rate", int, 1.0, largest=1.0),
-            ring_share_of_rate=across.share("ring_share_of_rate"),
-        ),
+        across=None if alone else _across_nodes(_Keys(f"{name}, across_nodes", top.mapping("across_nodes"))),
     )
-    for keys in (top, within, across):
+    for keys in (top, within):
         keys.check_all_used()
     return spec
+
+
+def _across_nodes(keys: _Keys) -> AcrossNodes:
+    across = AcrossNodes(
+        latency_seconds=keys.number("latency_microseconds") * 1e-6,
+        bytes_per_second_per_nic=keys.number("gigabytes_per_second_per_nic") * 1e9,
+        nics_per_node=keys.whole("nics_per_node"),
+        all_to_all_uses_all_nics=keys.boolean("all_to_all_uses_all_nics"),
+        share_of_rate=keys.table("share_of_rate", int, 1.0, largest=1.0),
+        ring_share_of_rate=keys.share("ring_share_of_rate"),
+    )
+    keys.check_all_used()
+    return across
 
 
 def load_cluster(name_or_file: str, folder: Path) -> ClusterSpec:
@@ -177,7 +195,7 @@ class _Keys:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
             bound = "a positive number" if largest == float("inf") else f"a number above 0 and at most {largest:g}"
             raise ConfigurationError(f"cluster {self._where}: {key} must be {bound}, got {value!r}")
-        if value != value or value == float("inf"):
+        if value == float("inf"):
             raise ConfigurationError(f"cluster {self._where}: {key} must be finite, got {value!r}")
         return float(value)
 
@@ -210,12 +228,20 @@ class _Keys:
     def table[Key](self, key: Any, kind: type[Key], unit: float, largest: float = float("inf")) -> dict[Key, float]:
         table = self.mapping(key)
         for size in table:
-            if not isinstance(size, kind) or (isinstance(size, int) and size < 1):
-                raise ConfigurationError(f"cluster {self._where}: {key} has an entry for {size!r}, which is no size")
+            if kind is int:
+                self._check_size(key, size)
+            elif not isinstance(size, kind):
+                raise ConfigurationError(f"cluster {self._where}: {key} has an entry for {size!r}, which is no name")
         return {size: self._positive(f"{key}[{size}]", value, largest) * unit for size, value in table.items()}
 
-    def sizes(self) -> list[Any]:
+    def sizes(self) -> list[int]:
+        for size in self._content:
+            self._check_size("it", size)
         return sorted(self._content)
+
+    def _check_size(self, key: Any, size: Any) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigurationError(f"cluster {self._where}: {key} has an entry for {size!r}, which is no size")
 
     def check_all_used(self) -> None:
         if unknown := sorted(set(map(str, self._content)) - set(map(str, self._used))):

@@ -92,13 +92,14 @@ def _values(cost: ExchangeCost) -> tuple[float, ...]:
 class ExchangeModel:
     """Knows what a wave costs on a cluster.
 
-    ranks: N. domain_size: D, consecutive CP ranks in a fast domain. tensor_parallel: TP; K ranks are K·TP devices.
+    ranks: N. domain_size: D, consecutive CP ranks in a fast domain; None where that is not known yet, and one is
+    assumed. tensor_parallel: TP; K ranks are K·TP devices.
     """
 
     cluster: ClusterSpec
     shape: AttentionShape
     ranks: int
-    domain_size: int
+    domain_size: int | None
     tensor_parallel: int = 1
     method: ExchangeMethod = OURS
 
@@ -115,7 +116,7 @@ class ExchangeModel:
         latency = cluster.within_latency_seconds(together) if within else 0.0
         across_seconds = 0.0
         if across:
-            latency = max(latency, cluster.across.latency_seconds)
+            latency = max(latency, cluster.across_latency_seconds())
             nodes = max(2, -(-group_size * self.tensor_parallel // cluster.gpus_per_node))
             across_seconds = across_bytes * cluster.gpus_per_node / cluster.across_bytes_per_second(nodes)
         within_seconds = within_bytes / cluster.within_bytes_per_second(together) if within else 0.0

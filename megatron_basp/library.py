@@ -32,6 +32,11 @@ def named_cluster(name_or_file: str) -> ClusterSpec:
     return load_cluster(name_or_file, CLUSTERS)
 
 
+def no_cluster() -> str:
+    """What to say where a cluster is needed and none is named."""
+    return f"seconds depend on the cluster: name one with --cluster, {', '.join(names(CLUSTERS))} or a .yaml file"
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 

@@ -49,19 +49,24 @@ def memory_of(training: TrainingSpec, largest_group_size: int) -> MemoryCost:
     layers = model.layers // parallelism.pipeline_model_parallel_size
     if shards >= 3:  # two layers are whole at a time, one in use and one on its way
         parameter_bytes += 2 * element * min(1.0, 1 / layers) * (dense + experts)
-    working, kept = _saved_elements(training, largest_group_size)
+    whole, without_core, core = _saved_elements(training, largest_group_size)
+    per_layer = {"none": whole, "selective": without_core, "full": training.model.hidden / _spread(training)}
+    saved = per_layer[parallelism.recompute] * layers
+    # Of the layer that is being recomputed.
+    again = {"none": 0.0, "selective": core, "full": whole}[parallelism.recompute]
     in_flight = min(parallelism.pipeline_model_parallel_size, training.micro_batches)
-    per_layer = {"none": working, "selective": kept, "full": training.model.hidden / _spread(training)}
-    saved = per_layer[parallelism.recompute] * layers * in_flight
-    if parallelism.recompute != "none":
-        saved += working  # of the layer that is being recomputed
-    # For the loss: logits in the model's precision, in fp32, and their gradient.
+    activations = (saved * in_flight + again) * training.tokens * element
+    # For the loss: logits in the model's precision, in fp32, and their gradient. The first stage of several, which has
+    # most micro-batches in flight, has none; the last, which has them, has one in flight.
     logits = training.tokens * model.vocabulary / parallelism.tensor_model_parallel_size * (2 * element + 4)
+    last = (saved + again) * training.tokens * element
+    if parallelism.pipeline_model_parallel_size > 1:
+        activations, logits = max((activations, 0.0), (last, logits), key=sum)
     return MemoryCost(
         parameter_bytes=parameter_bytes,
         gradient_bytes=divided(gradient, shards >= 2),
         optimizer_bytes=divided(optimizer, shards >= 1),
-        activation_bytes=saved * training.tokens * element,
+        activation_bytes=activations,
         logit_bytes=logits,
     )
 
@@ -72,18 +77,19 @@ def _spread(training: TrainingSpec) -> int:
     return parallelism.tensor_model_parallel_size if parallelism.sequence_parallel else 1
 
 
-def _saved_elements(training: TrainingSpec, group_size: int) -> tuple[float, float]:
-    """Elements that a layer saves a token: (everything, without what attention saves inside of its core)."""
+def _saved_elements(training: TrainingSpec, group_size: int) -> tuple[float, float, float]:
+    """Elements that a layer saves a token: (all; where core attention keeps its inputs alone; what its core saves)."""
     model, shape = training.model, training.attention_shape
     size, tensor_parallel = shape.query_head_size, training.parallelism.tensor_model_parallel_size
     norms = 4 * model.hidden / _spread(training)  # each of two: its input and its output
     query_key_value = (shape.heads + 2 * shape.kv_heads) * size
     output = shape.heads * size
-    inside = (shape.heads + 2 * max(shape.kv_heads, group_size)) * size + output if group_size > 1 else query_key_value
+    # Heads of the exchange's other side, key-value heads copied; alone, a rank has the same q, k and v on both sides.
+    core = (shape.heads + 2 * max(shape.kv_heads, group_size)) * size + output if group_size > 1 else query_key_value
     matrices = 3 if model.gated else 2  # what the activation function takes and gives
     if model.experts:
         each = matrices * model.expert_ffn + 2 * model.hidden  # and the token as it goes in and comes out
         mlp = (model.experts_per_token * each + matrices * model.shared_expert_ffn) / tensor_parallel
     else:
         mlp = matrices * model.ffn / tensor_parallel
-    return norms + inside + output + mlp, norms + query_key_value + output + mlp
+    return norms + core + output + mlp, norms + query_key_value + output + mlp, core

@@ -100,7 +100,7 @@ def expert_traffic(training: TrainingSpec) -> Traffic:
     seconds = within_bytes / cluster.within_bytes_per_second(in_node)
     if across_bytes:
         nodes = -(-ranks * tensor_parallel // cluster.gpus_per_node)
-        latency = max(latency, cluster.across.latency_seconds)
+        latency = max(latency, cluster.across_latency_seconds())
         across_seconds = across_bytes * cluster.gpus_per_node / cluster.across_bytes_per_second(nodes)
         seconds = max(seconds, across_seconds)
     return Traffic(within_bytes + across_bytes, across_bytes, latency + seconds).times(2 * 2)

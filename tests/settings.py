@@ -21,6 +21,7 @@ def small_settings(micro_batch_size: int = 1, **changes: Any) -> Settings:
         "data_parallel_size": 1,
         "tensor_model_parallel_size": 1,
         "domain_devices": None,
+        "exchange": None,
         "per_token_loss": False,
         "packed": False,
         "sft": False,

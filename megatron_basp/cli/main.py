@@ -9,7 +9,7 @@ from importlib import import_module
 from megatron_basp import __version__
 from megatron_basp.errors import ConfigurationError, RankFailed
 
-SUBCOMMANDS = ("demo", "plan", "verify")
+SUBCOMMANDS = ("demo", "verify", "plan", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,8 @@ Megatron's plain flags over the same devices and samples. Nothing is run or meas
 
 --ranks alone is N, the context-parallel ranks, without data parallelism: TP·PP·N devices. Beside
 --context-parallel-size N it is all devices, and DP = R/(TP·PP·N). With a command line of Megatron's behind -- it is
-the world size (default TP·PP·N), and --model supplies what the flags do not say of the model. Tensor parallelism is
+the world size (default TP·PP·N), --model supplies what the flags do not say of the model, and --cluster stands in place
+of --basp-cluster. Tensor parallelism is
 modelled with --sequence-parallel unless Megatron's flags say otherwise.
 """
 EPILOG = """
@@ -105,12 +106,13 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None and options.plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigurationError(f"--plot {options.plot}: name a file that ends with .png, .svg or .pdf")
     asked = question(options)
+    training, found = asked.training, None
     if options.search:
-        found = search(asked.training, asked.group_size, _progress)
-        result = PlanResult(found.training, found.comparison, asked.model, options.cluster, asked.group_size, found)
+        found = search(training, asked.group_size, _progress)
+        training, comparison = found.training, found.comparison
     else:
-        comparison = compare_plans(asked.training, asked.group_size)
-        result = PlanResult(asked.training, comparison, asked.model, options.cluster, asked.group_size)
+        comparison = compare_plans(training, asked.group_size)
+    result = PlanResult(training, comparison, asked.model, asked.cluster, asked.group_size, found)
     if options.plot is not None:
         from megatron_basp.cli.plan_picture import draw
 

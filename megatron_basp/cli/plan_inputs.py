@@ -8,9 +8,8 @@ import math
 import sys
 from dataclasses import dataclass
 
-from megatron_basp.cluster import ClusterSpec
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.library import CLUSTERS, MODELS, named_cluster, named_model, names
+from megatron_basp.library import MODELS, named_cluster, named_model, names, no_cluster
 from megatron_basp.training_spec import Parallelism, TrainingSpec
 
 # Options that Megatron has too, and that a command line of Megatron's says by itself.
@@ -23,39 +22,34 @@ SIZES = """
 
 @dataclass(frozen=True)
 class Question:
-    """training: the run. group_size: K, where it is fixed. model: what it is called."""
+    """training: the run. group_size: K, where it is fixed. model, cluster: what they are called."""
 
     training: TrainingSpec
     group_size: int | None
     model: str
+    cluster: str
 
 
 def question(options: argparse.Namespace) -> Question:
     """Raises ConfigurationError: something is missing, impossible, or would be refused in training."""
+    return _from_megatron(options) if options.flags else _from_options(options)
+
+
+def _from_options(options: argparse.Namespace) -> Question:
     if options.cluster is None:
-        raise ConfigurationError(
-            f"time depends on the cluster: give --cluster with a .yaml file, or one of {', '.join(names(CLUSTERS))}"
-        )
-    cluster = named_cluster(options.cluster)
-    if options.flags:
-        return _from_megatron(options, cluster)
-    return _from_options(options, cluster)
-
-
-def _from_options(options: argparse.Namespace, cluster: ClusterSpec) -> Question:
+        raise ConfigurationError(no_cluster())
     for name in ("model", "seq_length", "micro_batch_size"):
         if getattr(options, name) is None:
             flag = "--" + name.replace("_", "-")
             known = f" with a file, or one of {', '.join(names(MODELS))}" if name == "model" else ""
             raise ConfigurationError(f"{flag} is missing: give it{known}, or a command line of Megatron's behind --")
     parallelism = _parallelism(options)
-    group_size = options.basp_group_size
     if options.micro_batch_size < 1:
         raise ConfigurationError(f"--micro-batch-size must be 1 or more, got {options.micro_batch_size}")
     samples = options.micro_batch_size * parallelism.data_parallel_size
     training = TrainingSpec(
         model=named_model(options.model),
-        cluster=cluster,
+        cluster=named_cluster(options.cluster),
         parallelism=parallelism,
         seq_length=options.seq_length,
         micro_batch_size=options.micro_batch_size,
@@ -63,7 +57,7 @@ def _from_options(options: argparse.Namespace, cluster: ClusterSpec) -> Question
         precision=options.precision or "bf16",
     )
     _check_as_training_would(training)
-    return Question(training, group_size, options.model)
+    return Question(training, options.basp_group_size, options.model, options.cluster)
 
 
 def _parallelism(options: argparse.Namespace) -> Parallelism:
@@ -128,7 +122,7 @@ def _check_as_training_would(training: TrainingSpec) -> None:
         )
 
 
-def _from_megatron(options: argparse.Namespace, cluster: ClusterSpec) -> Question:
+def _from_megatron(options: argparse.Namespace) -> Question:
     for name in SIZES:
         if getattr(options, name) is not None:
             flag = "--" + name.replace("_", "-")
@@ -143,5 +137,5 @@ def _from_megatron(options: argparse.Namespace, cluster: ClusterSpec) -> Questio
         load_megatron()
         from megatron_basp.megatron.planned_flags import training_of_flags
 
-        training, group_size = training_of_flags(options.flags, options.ranks, model, cluster)
-    return Question(training, group_size, options.model or "the model of these flags")
+        training, args = training_of_flags(options.flags, options.ranks, model, options.cluster)
+    return Question(training, args.basp_group_size, options.model or "the model of these flags", args.basp_cluster)

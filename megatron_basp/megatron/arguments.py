@@ -7,12 +7,14 @@ with a remedy rather than a bare assertion, on every rank and before any process
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
+from megatron_basp.cluster import ClusterSpec
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
+from megatron_basp.library import named_cluster
 from megatron_basp.megatron.fp8 import check_fp8
 from megatron_basp.megatron.refusals import (
     refuse_capacity_of_shards,
@@ -21,7 +23,6 @@ from megatron_basp.megatron.refusals import (
     refuse_unsupported_packing,
 )
 from megatron_basp.megatron.settings import Settings
-from megatron_basp.megatron.text_dataset import check_text_dataset, count_documents
 from megatron_basp.plan import Limits
 
 MODES = ("none", "ulysses", "basp")
@@ -60,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "keeps groups of K·TP devices inside a domain where it can.",
     )
     group.add_argument(
+        "--basp-cluster",
+        metavar="NAME|FILE",
+        help="the cluster that this runs on: a name of configs/hardware, or a file like those, which `megatron-basp "
+        "bench fabric` measures. The planner then goes by seconds; without, by bytes that leave a node, then by all.",
+    )
+    group.add_argument(
         "--basp-ledger",
         type=Path,
         metavar="FILE",
@@ -87,7 +94,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     """
     mode = args.sequence_parallel_mode
     if mode == "none":
-        for name in ("basp_group_size", "basp_domain_size", "basp_ledger", "basp_check"):
+        for name in ("basp_group_size", "basp_domain_size", "basp_cluster", "basp_ledger", "basp_check"):
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigurationError(
@@ -204,6 +211,9 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
             f"{eval_batch_size * data_parallel}"
         )
     _global_batch_size(args, "eval_global_batch_size", eval_batch_size, data_parallel)
+    exchange = None
+    if args.basp_cluster is not None:
+        exchange = ExchangeModel(_cluster(args), _attention_shape(args, heads, kv_heads), ranks, None, tensor_parallel)
     return Settings(
         mode=mode,
         ranks=ranks,
@@ -215,6 +225,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         data_parallel_size=data_parallel,
         tensor_model_parallel_size=tensor_parallel,
         domain_devices=args.basp_domain_size,
+        exchange=exchange,
         per_token_loss=args.calculate_per_token_loss,
         packed=args.sft or args.dataloader_inter_document_masking,
         sft=args.sft,
@@ -234,74 +245,6 @@ def _global_batch_size(args: argparse.Namespace, name: str, batch_size: int, dat
             f"{batch_size * data_parallel}"
         )
     return size
-
-
-def check_environment(args: argparse.Namespace) -> None:
-    """Raise `ConfigurationError` where a package that the flags need is not installed."""
-    needs_einops = {
-        "--num-distributed-optimizer-instances": (args.num_distributed_optimizer_instances or 1) > 1,
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
-    }
-    for flag, is_used in needs_einops.items():
-        if is_used and importlib.util.find_spec("einops") is None:
-            raise ConfigurationError(f"{flag} needs einops, which is not installed: pip install einops")
-    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigurationError(
-            "--transformer-impl transformer_engine (the default) needs Transformer Engine, which is not installed: "
-            "install megatron-basp[te], or pass --transformer-impl local"
-        )
-    if args.sft and importlib.util.find_spec("datasets") is None:
-        raise ConfigurationError(
-            "--sft needs the package datasets, with which Megatron reads conversations, and it is not installed: pip "
-            "install datasets"
-        )
-
-
-def check_data_files(args: argparse.Namespace) -> None:
-    """Make sure that the data sets on local disks are there and whole, before ranks wait for each other over one.
-
-    Raises:
-        ConfigurationError: names the file that is missing or half-written, and the command that makes it; or the part
-            of a split that gets no document, over which Megatron would loop for ever.
-    """
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for word in getattr(args, name) or ():
-            if _is_number(word) or "://" in word:
-                continue
-            if args.sft:
-                _check_conversations(Path(word))
-                continue
-            check_text_dataset(Path(word))
-            if name == "data_path" and args.split is not None:
-                check_split(Path(word), args.split, is_evaluated=args.eval_iters != 0)
-
-
-def _check_conversations(file: Path) -> None:
-    if not file.is_file():
-        raise ConfigurationError(
-            f"{file}: missing; --sft reads a JSON file with an object a line, its conversations under 'messages'"
-        )
-
-
-def check_split(prefix: Path, split: str, is_evaluated: bool) -> None:
-    """Raise `ConfigurationError` if training, or validation or test where they are used, gets no document."""
-    shares = [float(share) for share in split.split(",")]
-    documents = count_documents(prefix)
-    bounds = [round(documents * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
-    for index, part in enumerate(["training", "validation", "test"][: len(shares)]):
-        if shares[index] and bounds[index] == bounds[index + 1] and (is_evaluated or part == "training"):
-            raise ConfigurationError(
-                f"--split {split} leaves no document for {part}, since {prefix} has {documents}: give more documents, "
-                f"or another split"
-            )
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_ledger(file: Path) -> None:
@@ -328,3 +271,23 @@ def _heads_per_rank(args: argparse.Namespace, tensor_parallel: int) -> tuple[int
             f"use a --tensor-model-parallel-size that divides both"
         )
     return heads // tensor_parallel, max(1, kv_heads // tensor_parallel)
+
+
+def _cluster(args: argparse.Namespace) -> ClusterSpec:
+    cluster = named_cluster(args.basp_cluster)
+    if args.basp_domain_size not in (None, cluster.gpus_per_node):
+        raise ConfigurationError(
+            f"--basp-domain-size must be the {cluster.gpus_per_node} GPUs that fast links join on {cluster.name}, got "
+            f"{args.basp_domain_size}: leave it out, or name another --basp-cluster"
+        )
+    return cluster
+
+
+def _attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> AttentionShape:
+    element_bytes = 2 if args.bf16 else 4
+    if args.multi_latent_attention:
+        # Keys have a head each, made from what is compressed (`core/transformer/multi_latent_attention.py`).
+        query_head_size = args.qk_head_dim + args.qk_pos_emb_head_dim
+        return AttentionShape(heads, heads, query_head_size, args.v_head_dim, element_bytes)
+    head_size = args.kv_channels or args.hidden_size // args.num_attention_heads
+    return AttentionShape(heads, kv_heads, head_size, head_size, element_bytes)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from megatron_basp.cluster import ClusterSpec
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.library import no_cluster
 from megatron_basp.megatron.arguments import settings_from_arguments
 from megatron_basp.megatron.command_line import CommandLine
 from megatron_basp.model_spec import ModelSpec, model_from_flags
@@ -43,7 +43,6 @@ NOT_MODELLED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "use_tp_pp_dp_mapping": (lambda value: not value, "ranks are modelled in Megatron's usual order"),
     "num_distributed_optimizer_instances": (_one, "replicas are modelled as one instance"),
-    "basp_domain_size": (lambda value: value is None, "the cluster says how many GPUs fast links join"),
     "optimizer": (lambda value: value == "adam", "only Adam's memory is modelled"),
     **dict.fromkeys(
         ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
@@ -59,37 +58,41 @@ NOT_MODELLED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def training_of_flags(
-    words: Sequence[str], ranks: int | None, model: ModelSpec | None, cluster: ClusterSpec
-) -> tuple[TrainingSpec, int | None]:
+    words: Sequence[str], ranks: int | None, model: ModelSpec | None, cluster: str | None
+) -> tuple[TrainingSpec, Any]:
     """Read a command line.
 
     Args:
         ranks: the world size, or None for the smallest.
         model: supplies what the flags do not say.
+        cluster: its name or file, in place of `--basp-cluster`.
 
     Returns:
-        the run, and K where `--basp-group-size` fixed it.
+        the run, and Megatron's arguments.
 
     Raises:
-        ConfigurationError: training would refuse it, or something of it is not modelled.
+        ConfigurationError: training would refuse it, or something of it is not modelled; or no cluster is named.
     """
     line = CommandLine([*(flags_of_model(model) if model else []), *words])
     # Stock's way of exchanging is one of those that the plan is compared with.
     if line.args.sequence_parallel_mode == "none":
         line.drop("--cp-comm-type")
     line.set("--sequence-parallel-mode", "basp")
+    if cluster is not None:
+        line.set("--basp-cluster", cluster)
     args = line.args
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     args.world_size = ranks or model_ranks * args.context_parallel_size
+    if args.basp_cluster is None:
+        raise ConfigurationError(no_cluster())
     settings = settings_from_arguments(args)
-    assert settings is not None
+    assert settings is not None and settings.exchange is not None
     _refuse_what_is_not_modelled(args)
     if args.vocab_size is None:
         args.vocab_size = args.padded_vocab_size
-    spec = model_from_flags(vars(args))
     training = TrainingSpec(
-        model=spec,
-        cluster=cluster,
+        model=model_from_flags(vars(args)),
+        cluster=settings.exchange.cluster,
         parallelism=Parallelism(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -107,7 +110,7 @@ def training_of_flags(
         precision=_precision(args),
         gradient_bytes=2 if args.grad_reduce_in_bf16 else 4,
     )
-    return training, args.basp_group_size
+    return training, args
 
 
 def flags_of_model(model: ModelSpec) -> list[str]:

@@ -38,6 +38,13 @@ def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of
                 f"  sequences at K = {wave.group_size}: {len(wave.rows)}",
                 _groups(wave.group_size, cp_groups, domain_of_rank, settings),
             )
+        if settings.exchange is not None:
+            cost = settings.exchange.of_plan(plan)
+            table.add_row(
+                "exchange of a layer, one way, modelled",
+                f"{cost.seconds * 1e3:.3g} ms on {settings.exchange.cluster.name}: {cost.sent_bytes / 1e6:.3g} MB a "
+                f"rank, {cost.across_bytes / 1e6:.3g} MB of it to other nodes",
+            )
         table.add_row(
             "plain Megatron flags that do the same",
             plain_flags(plan, settings.limits) or "none: sequences get different numbers of ranks",

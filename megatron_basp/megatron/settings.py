@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_basp.errors import ConfigurationError
+from megatron_basp.exchange_cost import ExchangeModel
 from megatron_basp.plan import BatchPlan, Limits, plan_batch
 
 
@@ -20,6 +24,7 @@ class Settings:
     global_batch_size, data_parallel_size: Megatron's.
     tensor_model_parallel_size: Megatron's; a group of K ranks spans K times as many devices.
     domain_devices: `--basp-domain-size`, or None for the host's.
+    exchange: what an exchange costs on `--basp-cluster`, or None.
     per_token_loss: `--calculate-per-token-loss`.
     packed: rows hold several documents (`--sft`, `--dataloader-inter-document-masking`).
     sft: `--sft`.
@@ -37,6 +42,7 @@ class Settings:
     data_parallel_size: int
     tensor_model_parallel_size: int
     domain_devices: int | None
+    exchange: ExchangeModel | None
     per_token_loss: bool
     packed: bool
     sft: bool
@@ -44,7 +50,8 @@ class Settings:
     check: bool
 
     def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:
-        return plan_batch((seq_length,) * micro_batch_size, self.ranks, self.limits)
+        cost_of = None if self.exchange is None else self.exchange.cost_of(seq_length)
+        return plan_batch((seq_length,) * micro_batch_size, self.ranks, self.limits, cost_of)
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes that the run uses, training's first."""
@@ -60,4 +67,23 @@ class Settings:
 
     def with_domain(self, domain_size: int) -> Settings:
         """The same with what was learnt of the placement of ranks."""
-        return replace(self, limits=replace(self.limits, domain_size=domain_size))
+        exchange = None if self.exchange is None else replace(self.exchange, domain_size=domain_size)
+        return replace(self, limits=replace(self.limits, domain_size=domain_size), exchange=exchange)
+
+    def check_cluster(self, domain_of_rank: Mapping[int, object]) -> None:
+        """Raise `ConfigurationError` where the ranks sit as they cannot on `--basp-cluster`."""
+        if self.exchange is None:
+            return
+        cluster = self.exchange.cluster
+        fullest, ranks = Counter(domain_of_rank.values()).most_common(1)[0]
+        if ranks > cluster.gpus_per_node:
+            raise ConfigurationError(
+                f"{cluster.name} has {cluster.gpus_per_node} GPUs a node, and {ranks} ranks run on {fullest}: name "
+                f"another --basp-cluster, or give --basp-domain-size {cluster.gpus_per_node} to count consecutive "
+                f"ranks as nodes"
+            )
+        nodes = len(set(domain_of_rank.values()))
+        if cluster.nodes is not None and nodes > cluster.nodes:
+            raise ConfigurationError(
+                f"{cluster.name} has {cluster.nodes} nodes, and the ranks run on {nodes}: name another --basp-cluster"
+            )

@@ -16,12 +16,8 @@ import torch.distributed as dist
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.ledger import Ledger
 from megatron_basp.megatron import megatron_0_18
-from megatron_basp.megatron.arguments import (
-    add_arguments,
-    check_data_files,
-    check_environment,
-    settings_from_arguments,
-)
+from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
+from megatron_basp.megatron.prerequisites import check_data_files, check_environment
 from megatron_basp.megatron.refusals import refuse_unsupported_with
 from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
@@ -96,6 +92,7 @@ def creating_groups(runtime: Runtime, original: Function) -> Function:
         hosts = [host for _, host in placement]
         devices = runtime.settings.domain_devices
         domain_of_rank = dict(enumerate(hosts if devices is None else (rank // devices for rank in range(len(hosts)))))
+        runtime.settings.check_cluster(domain_of_rank)
         runtime.set_settings(runtime.settings.with_domain(aligned_domain_size(cp_groups, domain_of_rank)))
         # Before groups are made by the plans: ranks that want different ones would wait for each other.
         check_agreement(runtime.settings.plans(), runtime.settings.mode, cp_group)

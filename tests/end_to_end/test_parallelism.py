@@ -46,6 +46,16 @@ def test_a_forced_group_size_trains_as_one_rank(trainer: Trainer) -> None:
     assert_same_training(run, trainer.stock(flags))
 
 
+@pytest.mark.supports("Parallelism", "`--basp-cluster`")
+@pytest.mark.parametrize(("nodes", "group_sizes"), [("a100-80gb-8", [4]), ("b200-8", [4])])
+def test_a_plan_made_by_seconds_trains_as_one_rank(trainer: Trainer, nodes: str, group_sizes: list[int]) -> None:
+    """Rows this short are not worth the latency of a second wave, which by bytes they would get."""
+    flags = f"{GQA} {ROPE} {batch(3)}"
+    run = trainer.planned(f"{flags} {cp(4)} --basp-cluster {nodes}", ranks=4)
+    assert [wave.group_size for wave in run[0].plan.waves] == group_sizes
+    assert_same_training(run, trainer.stock(flags))
+
+
 @pytest.mark.supports("Parallelism", "B = N", "stock with plain flags")
 def test_one_wave_trains_as_stock_megatron_with_other_flags(trainer: Trainer) -> None:
     """For B = N every rank has a sequence of its own: CP=1, DP=N, micro-batch 1."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.exchange_cost import AttentionShape
 from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
 from megatron_basp.megatron.refusals import CONFIG_REFUSALS, REFUSALS, refuse_unsupported_config
 
@@ -102,6 +103,8 @@ def megatron_like_parser():
     )
     parser.add_argument("--num-experts", type=int)
     parser.add_argument("--mtp-num-layers", type=int)
+    parser.add_argument("--kv-channels", type=int)
+    parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--multi-latent-attention", action="store_true")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--expert-tensor-parallel-size", type=int)
@@ -205,6 +208,61 @@ def test_the_domain_that_was_learnt_bounds_the_plan_and_changes_nothing_else():
     assert learnt.with_domain(None) == settings
 
 
+CLUSTER = "--basp-cluster a100-40gb-2x4"
+
+
+def test_on_a_known_cluster_the_plan_goes_by_seconds_and_not_by_bytes():
+    """Three short rows inside one node: two waves send less, one has less latency."""
+    by_bytes, by_seconds = accepted(BASP).with_domain(8), accepted(f"{BASP} {CLUSTER}").with_domain(8)
+    assert waves(by_bytes, 3) == [(2, 4), (1, 8)]
+    assert waves(by_seconds, 3) == [(3, 8)]
+    long = accepted(f"{BASP} {CLUSTER} --seq-length 65536").with_domain(4)
+    assert waves(long, 3) == [(2, 4), (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "attributes", "shape"),
+    [
+        ("", {}, AttentionShape(8, 8, 64, 64, 4)),
+        ("--bf16 --group-query-attention --num-query-groups 2", {}, AttentionShape(8, 2, 64, 64, 2)),
+        (
+            "--kv-channels 128 --tensor-model-parallel-size 2 --micro-batch-size 4",
+            {"world_size": 16},
+            AttentionShape(4, 4, 128, 128, 4),
+        ),
+        (
+            "--multi-latent-attention",
+            {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 96},
+            AttentionShape(8, 8, 192, 96, 4),
+        ),
+    ],
+)
+def test_the_exchange_is_modelled_with_the_heads_and_elements_of_the_run(flags, attributes, shape):
+    assert accepted(f"{BASP} {CLUSTER} {flags}", **attributes).exchange.shape == shape
+
+
+def test_a_cluster_that_is_not_known_is_refused_with_those_that_are():
+    message = refused(f"{BASP} --basp-cluster cray-1")
+    assert "there is no cluster cray-1: use one of a100-40gb-2x4" in message
+    assert "megatron-basp bench fabric" in message
+
+
+def test_a_domain_that_is_not_the_clusters_is_refused():
+    message = refused(f"{BASP} {CLUSTER} --basp-domain-size 8")
+    assert "--basp-domain-size must be the 4 GPUs that fast links join on a100-40gb-2x4, got 8" in message
+    assert accepted(f"{BASP} {CLUSTER} --basp-domain-size 4").domain_devices == 4
+
+
+def test_ranks_that_sit_as_they_cannot_on_the_cluster_are_refused():
+    settings = accepted(f"{BASP} {CLUSTER}")
+    settings.check_cluster({rank: f"host{rank // 4}" for rank in range(8)})
+    with pytest.raises(ConfigurationError, match="a100-40gb-2x4 has 4 GPUs a node, and 8 ranks run on host0: name"):
+        settings.check_cluster(dict.fromkeys(range(8), "host0"))
+    with pytest.raises(ConfigurationError, match="a100-40gb-2x4 has 2 nodes, and the ranks run on 4"):
+        settings.check_cluster({rank: f"host{rank // 2}" for rank in range(8)})
+    accepted(BASP).check_cluster(dict.fromkeys(range(8), "host0"))
+
+
 def test_without_a_mode_there_are_no_settings_and_megatrons_flags_are_its_own_business():
     assert accepted("") is None
     assert accepted("--sequence-parallel-mode none --micro-batch-size 0 --cp-comm-type a2a --seq-length 7") is None
@@ -288,7 +346,9 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
         accepted(f"{BASP} {remedy}")
 
 
-@pytest.mark.parametrize("flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-ledger sent.json"])
+@pytest.mark.parametrize(
+    "flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-cluster a100-40gb-2x4", "--basp-ledger sent.json"]
+)
 def test_our_flags_without_a_mode_are_refused_by_name(flag):
     name = flag.split()[0]
     message = refused(flag)
@@ -494,6 +554,8 @@ def test_help_says_what_each_flag_does_and_how_they_fit_together():
         "K must divide N, and N/K must divide the micro-batch size.",
         "--basp-domain-size D",
         "devices joined by fast links",
+        "--basp-cluster NAME|FILE",
+        "The planner then goes by seconds",
         "--basp-ledger FILE",
         "ledger.rank0.json",
     ):

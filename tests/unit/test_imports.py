@@ -15,7 +15,10 @@ from megatron_basp.errors import ConfigurationError
 PACKAGE = Path(__file__).parents[2] / "megatron_basp"
 PURE = [
     "errors",
+    "cluster",
     "documents",
+    "fabric_fit",
+    "hardware_file",
     "ledger",
     "plan",
     "text_files",
