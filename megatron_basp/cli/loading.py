@@ -14,6 +14,7 @@ def load_megatron() -> None:
     print("loading Megatron …", file=sys.stderr, flush=True)
     # What it warns of, missing GPU libraries, is what goes without here.
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # while Python compiles it
     if "megatron.core" not in sys.modules:
         from megatron_basp import cpu
 

@@ -22,9 +22,8 @@ Megatron's plain flags over the same devices and samples. Nothing is run or meas
 
 --ranks alone is N, the context-parallel ranks, without data parallelism: TP·PP·N devices. Beside
 --context-parallel-size N it is all devices, and DP = R/(TP·PP·N). With a command line of Megatron's behind -- it is
-the world size (default TP·PP·N), --model supplies what the flags do not say of the model, and --cluster stands in place
-of --basp-cluster. Tensor parallelism is
-modelled with --sequence-parallel unless Megatron's flags say otherwise.
+the world size (default TP·PP·N), --model supplies what the flags do not say of the model, and --cluster stands in
+place of --basp-cluster. Tensor parallelism is modelled with --sequence-parallel unless Megatron's flags say otherwise.
 """
 EPILOG = """
 examples:
@@ -33,7 +32,7 @@ examples:
   megatron-basp plan --search --ranks 8 --micro-batch-size 1 --global-batch-size 24 --seq-length 16384 \\
       --model qwen2.5-3b --cluster a100-40gb-2x4 --data-parallel-sharding-strategy optim_grads_params
   megatron-basp plan --cluster a100-40gb-2x4 --model llama3.1-8b --ranks 8 -- --context-parallel-size 8 \\
-      --micro-batch-size 2 --seq-length 8192 --bf16 --recompute-activations --use-distributed-optimizer
+      --micro-batch-size 2 --seq-length 8192 --bf16 --use-megatron-fsdp --recompute-activations
 
 exit status: 0; 2 bad input, or no plan fits the memory (one line on stderr, with what would make it fit).
 

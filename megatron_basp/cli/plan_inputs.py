@@ -46,6 +46,7 @@ def _from_options(options: argparse.Namespace) -> Question:
     parallelism = _parallelism(options)
     if options.micro_batch_size < 1:
         raise ConfigurationError(f"--micro-batch-size must be 1 or more, got {options.micro_batch_size}")
+    _check_length(options.seq_length, parallelism.context_parallel_size)
     samples = options.micro_batch_size * parallelism.data_parallel_size
     training = TrainingSpec(
         model=named_model(options.model),
@@ -98,16 +99,20 @@ def _given(options: argparse.Namespace, name: str) -> int:
     return 1 if value is None else int(value)
 
 
-def _check_as_training_would(training: TrainingSpec) -> None:
-    """What Megatron, or a mode, refuses later (`megatron/arguments.py`, `megatron/refusals.py`)."""
-    parallelism, length = training.parallelism, training.seq_length
-    ranks, tensor_parallel = parallelism.context_parallel_size, parallelism.tensor_model_parallel_size
+def _check_length(length: int, ranks: int) -> None:
+    """Megatron's own condition for context parallelism."""
     unit = 2 * ranks
-    if length % unit:
+    if length < 1 or length % unit:
         raise ConfigurationError(
             f"Megatron wants S % (2·N) to be 0 for N context-parallel ranks, got S={length}, N={ranks}: the next "
-            f"--seq-length that works is {-(-length // unit) * unit}"
+            f"--seq-length that works is {max(1, -(-length // unit)) * unit}"
         )
+
+
+def _check_as_training_would(training: TrainingSpec) -> None:
+    """What Megatron, or a mode, refuses later (`megatron/arguments.py`, `megatron/refusals.py`)."""
+    parallelism = training.parallelism
+    ranks, tensor_parallel = parallelism.context_parallel_size, parallelism.tensor_model_parallel_size
     alignment = tensor_parallel * (16 if training.precision == "fp8" else 1)
     if training.tokens % alignment:
         unit = math.lcm(alignment * ranks, 2 * ranks)
