@@ -30,7 +30,10 @@ NOT_MODELLED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("sft", "dataloader_inter_document_masking"), (lambda value: not value, "rows are modelled as one sequence")
     ),
-    "moe_layer_freq": (lambda value: _one(value) or set(value) == {1}, "layers are modelled as all of one kind"),
+    "moe_layer_freq": (
+        lambda value: _one(value) or (isinstance(value, list) and set(value) == {1}),
+        "layers are modelled as all of one kind",
+    ),
     **dict.fromkeys(
         (
             "decoder_first_pipeline_num_layers",
