@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := setup
-.PHONY: help setup demo test test-all test-te test-gpu test-versions support-table lint format lock clean
+.PHONY: help setup demo test test-all test-te test-gpu test-versions support-table simulate lint format lock clean
 
 BIN := .venv/bin
 
@@ -33,6 +33,12 @@ test-versions: setup ## hooks and small runs with each Megatron release, and wit
 
 support-table: setup ## write the README's table of features anew from the tests that show them
 	@$(BIN)/python -m tests.support_table
+
+# SimGrid comes with Debian, for the system's Python: apt-get install python3-simgrid.
+SIMGRID_PYTHON := /usr/bin/python3
+
+simulate: setup ## exchanges on 8 to 512 GPUs, modelled and by SimGrid; into runs/simulate
+	@$(BIN)/python -m scripts.simulate --python $(SIMGRID_PYTHON) $(ARGS)
 
 lint: setup ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check

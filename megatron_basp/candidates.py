@@ -16,7 +16,7 @@ from megatron_basp.decomposition import WaveCost, cheapest_counts
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.exchange_cost import OURS, ExchangeMethod
 from megatron_basp.memory_cost import MemoryCost, memory_of
-from megatron_basp.placement import divisors, peers
+from megatron_basp.placement import divisors
 from megatron_basp.plan import BatchPlan, CostOf, fitting_sizes, heads_fit, plan_batch, plan_of_counts
 from megatron_basp.training_spec import Recompute, Sharding, TrainingSpec
 
@@ -205,9 +205,9 @@ def _where(training: TrainingSpec, size: int, rows: int) -> str:
     if size == 1:
         return f"{sequences} each on one rank"
     devices = f"{size}·{tensor_parallel} = {size * tensor_parallel}" if tensor_parallel > 1 else str(size)
-    found = peers(size, training.parallelism.context_parallel_size, training.domain_size)
+    found = training.placement.crossing(size)
     node = training.cluster.gpus_per_node
-    place = f"which fit in a node of {node}" if not found.across else f"which straddle nodes of {node}"
+    place = f"which fit in a node of {node}" if not found.leaving else f"which straddle nodes of {node}"
     return f"{sequences} in groups of {devices} GPUs, {place}"
 
 

@@ -70,14 +70,7 @@ class StepCost:
 
 
 def exchange_model(training: TrainingSpec, method: ExchangeMethod = OURS) -> ExchangeModel:
-    return ExchangeModel(
-        training.cluster,
-        training.attention_shape,
-        training.parallelism.context_parallel_size,
-        training.domain_size,
-        training.parallelism.tensor_model_parallel_size,
-        method,
-    )
+    return ExchangeModel(training.cluster, training.attention_shape, training.placement, method)
 
 
 def exchanges_per_layer(training: TrainingSpec) -> int:

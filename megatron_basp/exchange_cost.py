@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron_basp.cluster import ClusterSpec
 from megatron_basp.decomposition import WaveCost
-from megatron_basp.placement import peers
+from megatron_basp.placement import Placement
 from megatron_basp.plan import BatchPlan, CostOf
 
 # What strided copies reach of a GPU's memory bandwidth: assumed (`megatron-basp bench fabric` measures plain ones).
@@ -63,13 +63,15 @@ OURS = ExchangeMethod(collectives=2, query_key_value_passes=2, output_passes=1)
 class ExchangeCost:
     """Of one rank, in one layer and direction; sums of these are of several waves.
 
-    within_bytes, across_bytes: sent to ranks of its own domain, and of others.
+    within_bytes, across_bytes: sent to ranks of its own domain, and of others; of the mean rank of the domain that
+        most bytes leave, `leaving_bytes` of all its ranks.
     latency_seconds, within_seconds, across_seconds, copy_seconds: each taken alone.
     seconds: together, as the module says.
     """
 
     within_bytes: float = 0
     across_bytes: float = 0
+    leaving_bytes: float = 0
     latency_seconds: float = 0
     within_seconds: float = 0
     across_seconds: float = 0
@@ -92,41 +94,39 @@ def _values(cost: ExchangeCost) -> tuple[float, ...]:
 class ExchangeModel:
     """Knows what a wave costs on a cluster.
 
-    ranks: N. domain_size: D, consecutive CP ranks in a fast domain; None where that is not known yet, and one is
-    assumed. tensor_parallel: TP; K ranks are K·TP devices.
+    placement: where the ranks of all CP groups sit, which exchange at the same time.
     """
 
     cluster: ClusterSpec
     shape: AttentionShape
-    ranks: int
-    domain_size: int | None
-    tensor_parallel: int = 1
+    placement: Placement
     method: ExchangeMethod = OURS
 
     def of_wave(self, group_size: int, tokens: float) -> ExchangeCost:
         """Args: tokens: t, that a rank holds of the wave."""
         if group_size == 1:
             return ExchangeCost()
-        cluster, (within, across) = self.cluster, peers(group_size, self.ranks, self.domain_size)
+        cluster, crossing = self.cluster, self.placement.crossing(group_size)
         query_key_value = self.shape.query_key_value_bytes(tokens, group_size)
         output = self.shape.output_bytes(tokens)
         to_a_peer = (query_key_value + output) / group_size
-        within_bytes, across_bytes = to_a_peer * within, to_a_peer * across
-        together = round(within) + 1  # ranks of the group that share a domain
-        latency = cluster.within_latency_seconds(together) if within else 0.0
+        together = [ranks for ranks in crossing.together if ranks > 1]
+        latencies = [cluster.within_latency_seconds(ranks) for ranks in together]
+        within_seconds = max(
+            (to_a_peer * (ranks - 1) / cluster.within_bytes_per_second(ranks) for ranks in together), default=0.0
+        )
         across_seconds = 0.0
-        if across:
-            latency = max(latency, cluster.across_latency_seconds())
-            nodes = max(2, -(-group_size * self.tensor_parallel // cluster.gpus_per_node))
-            across_seconds = across_bytes * cluster.gpus_per_node / cluster.across_bytes_per_second(nodes)
-        within_seconds = within_bytes / cluster.within_bytes_per_second(together) if within else 0.0
-        latency_seconds = latency * self.method.collectives
+        if crossing.leaving:
+            latencies.append(cluster.across_latency_seconds())
+            across_seconds = to_a_peer * crossing.leaving / cluster.across_bytes_per_second(crossing.domains)
+        latency_seconds = max(latencies) * self.method.collectives
         passes = self.method
         copied = query_key_value * passes.query_key_value_passes + output * passes.output_passes
         copy_seconds = 2 * copied / (cluster.memory_bytes_per_second * COPY_SHARE_OF_PEAK)  # each is read and written
         return ExchangeCost(
-            within_bytes,
-            across_bytes,
+            to_a_peer * (group_size - 1 - crossing.across),
+            to_a_peer * crossing.across,
+            to_a_peer * crossing.leaving,
             latency_seconds,
             within_seconds,
             across_seconds,

@@ -6,7 +6,10 @@ that shares a sequence, D consecutive CP ranks in a domain. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -14,14 +17,14 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def aligned_blocks(cp_ranks: Sequence[int], group_size: int) -> list[tuple[int, ...]]:
+def aligned_blocks[Rank](cp_ranks: Sequence[Rank], group_size: int) -> list[tuple[Rank, ...]]:
     """The groups of K ranks of one CP group: consecutive, disjoint, covering it."""
     if len(cp_ranks) % group_size:
         raise ValueError(f"N % K must be 0, got N={len(cp_ranks)} and K={group_size}")
     return [tuple(cp_ranks[i : i + group_size]) for i in range(0, len(cp_ranks), group_size)]
 
 
-def aligned_domain_size(cp_groups: Iterable[Sequence[int]], domain_of_rank: Mapping[int, object]) -> int:
+def aligned_domain_size(cp_groups: Iterable[Sequence[int]], domain_of_rank: Mapping[int, Hashable]) -> int:
     """The largest D such that every aligned block of D ranks, in every CP group, lies in one fast domain.
 
     Args:
@@ -37,24 +40,61 @@ def aligned_domain_size(cp_groups: Iterable[Sequence[int]], domain_of_rank: Mapp
     raise AssertionError("a block of one rank lies in one domain")
 
 
-class Peers(NamedTuple):
-    """Of one rank in its group, itself left out: in its own domain, and in others."""
+class Crossing(NamedTuple):
+    """What groups of K ranks, all exchanging at once, ask of the links.
 
-    within: float
+    together: each number of ranks of one group that share a domain.
+    leaving: ordered pairs (sender, receiver) of which the sender is in the domain that most leave, and the receiver
+        in another one.
+    across: of these, those of the mean rank of that domain.
+    domains: the most that one group is spread over.
+    """
+
+    together: tuple[int, ...]
+    leaving: int
     across: float
+    domains: int
 
 
-def peers(group_size: int, ranks: int, domain_size: int | None) -> Peers:
-    """Of the mean rank of the domain that has most peers elsewhere: what a collective in all groups waits for."""
-    if domain_size is None or domain_size >= ranks or domain_size % group_size == 0:
-        return Peers(group_size - 1, 0)
-    if group_size % domain_size == 0:
-        return Peers(domain_size - 1, group_size - domain_size)
-    across: dict[int, list[int]] = {}
-    for start, stop in _runs(group_size, ranks, domain_size):
-        across.setdefault(start // domain_size, []).extend([group_size - (stop - start)] * (stop - start))
-    worst = max(sum(of_domain) / len(of_domain) for of_domain in across.values())
-    return Peers(group_size - 1 - worst, worst)
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks sit: for each CP group of the job, the domain of each of its ranks, in their order.
+
+    Several groups may have ranks in one domain: those of other tensor-parallel ranks and of other replicas.
+    """
+
+    domains: tuple[tuple[Hashable, ...], ...]
+    _counted: dict[int, Crossing] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return len(self.domains[0])
+
+    def crossing(self, group_size: int) -> Crossing:
+        """Counted once for each K: a job has thousands of ranks, and plans are made for every batch."""
+        if group_size not in self._counted:
+            self._counted[group_size] = self._count(group_size)
+        return self._counted[group_size]
+
+    def _count(self, group_size: int) -> Crossing:
+        leaving: Counter[Hashable] = Counter()
+        together, most_domains = set(), 1
+        for of_ranks in self.domains:
+            for block in aligned_blocks(of_ranks, group_size):
+                of_block = Counter(block)
+                most_domains = max(most_domains, len(of_block))
+                for domain, count in of_block.items():
+                    together.add(count)
+                    leaving[domain] += count * (group_size - count)
+        ranks = Counter(itertools.chain.from_iterable(self.domains))
+        most, across = max((pairs, pairs / ranks[domain]) for domain, pairs in leaving.items())
+        return Crossing(tuple(sorted(together)), most, across, most_domains)
+
+
+def placement(cp_groups: Iterable[Sequence[int]], domain_of_rank: Mapping[int, Hashable]) -> Placement:
+    """Args: as of `aligned_domain_size`."""
+    return Placement(tuple(tuple(domain_of_rank[rank] for rank in cp_ranks) for cp_ranks in cp_groups))
 
 
 def pairs_across(group_size: int, ranks: int, domain_size: int | None) -> int:

@@ -6,6 +6,7 @@ length, D = DP·N the ranks that share one set of parameters and sum their gradi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -13,7 +14,7 @@ from megatron_basp.cluster import ClusterSpec
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.exchange_cost import AttentionShape
 from megatron_basp.model_spec import ModelSpec
-from megatron_basp.placement import aligned_domain_size
+from megatron_basp.placement import Placement, aligned_domain_size, placement
 from megatron_basp.plan import Limits
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -84,11 +85,14 @@ class TrainingSpec:
     global_batch_size: int
     precision: Precision = "bf16"
     gradient_bytes: int = 4
+    placement: Placement = field(init=False)
     domain_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         _check(self)
-        object.__setattr__(self, "domain_size", _domain_size(self.parallelism, self.cluster))
+        cp_groups, node_of_device = _nodes(self.parallelism, self.cluster.gpus_per_node)
+        object.__setattr__(self, "placement", placement(cp_groups, node_of_device))
+        object.__setattr__(self, "domain_size", aligned_domain_size(cp_groups, node_of_device))
 
     @property
     def tokens(self) -> int:
@@ -173,19 +177,18 @@ def _check(training: TrainingSpec) -> None:
         )
 
 
-def _domain_size(parallelism: Parallelism, cluster: ClusterSpec) -> int:
-    """D where ranks are placed one after the other, in Megatron's usual order of tp, cp, dp."""
-    tensor_parallel, ranks = parallelism.tensor_model_parallel_size, parallelism.context_parallel_size
-    if tensor_parallel > cluster.gpus_per_node:
-        return 1
-    groups = range(parallelism.devices // (tensor_parallel * ranks))
-    starts = [group * tensor_parallel * ranks for group in groups]
-    # Nodes and groups repeat: what no earlier group shows, no later one does.
-    starts = list({start % cluster.gpus_per_node: start for start in reversed(starts)}.values())
-    cp_groups = [range(start, start + tensor_parallel * ranks, tensor_parallel) for start in starts]
-    node_of_device = {
-        device: device // cluster.gpus_per_node
-        for start in starts
-        for device in range(start, start + tensor_parallel * ranks)
-    }
-    return aligned_domain_size(cp_groups, node_of_device)
+def _nodes(parallelism: Parallelism, gpus_per_node: int) -> tuple[list[range], dict[int, int]]:
+    """The devices of each CP group, and their nodes, one after the other in Megatron's usual order of tp, cp, dp."""
+    tensor_parallel = parallelism.tensor_model_parallel_size
+    devices_of_replica = tensor_parallel * parallelism.context_parallel_size
+    # Where a replica begins with a node, all that is before it is found there again.
+    replicas = min(
+        parallelism.devices // devices_of_replica, math.lcm(devices_of_replica, gpus_per_node) // devices_of_replica
+    )
+    devices = range(replicas * devices_of_replica)
+    cp_groups = [
+        devices[first + lane : first + devices_of_replica : tensor_parallel]
+        for first in devices[::devices_of_replica]
+        for lane in range(tensor_parallel)
+    ]
+    return cp_groups, {device: device // gpus_per_node for device in devices}

@@ -23,6 +23,7 @@ from megatron_basp.megatron.refusals import (
     refuse_unsupported_packing,
 )
 from megatron_basp.megatron.settings import Settings
+from megatron_basp.placement import Placement
 from megatron_basp.plan import Limits
 
 MODES = ("none", "ulysses", "basp")
@@ -213,7 +214,9 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     _global_batch_size(args, "eval_global_batch_size", eval_batch_size, data_parallel)
     exchange = None
     if args.basp_cluster is not None:
-        exchange = ExchangeModel(_cluster(args), _attention_shape(args, heads, kv_heads), ranks, None, tensor_parallel)
+        # In one domain, until ranks have told each other where they are.
+        together = Placement(((0,) * ranks,))
+        exchange = ExchangeModel(_cluster(args), _attention_shape(args, heads, kv_heads), together)
     return Settings(
         mode=mode,
         ranks=ranks,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.exchange_cost import ExchangeModel
+from megatron_basp.placement import aligned_domain_size, placement
 from megatron_basp.plan import BatchPlan, Limits, plan_batch
 
 
@@ -65,12 +66,13 @@ class Settings:
         """The K that the run's plans choose; groups are made for these and no others."""
         return tuple(sorted({group_size for plan in self.plans() for group_size in plan.group_sizes}))
 
-    def with_domain(self, domain_size: int) -> Settings:
-        """The same with what was learnt of the placement of ranks."""
-        exchange = None if self.exchange is None else replace(self.exchange, domain_size=domain_size)
+    def with_placement(self, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, Hashable]) -> Settings:
+        """The same with what was learnt of where ranks sit."""
+        domain_size = aligned_domain_size(cp_groups, domain_of_rank)
+        exchange = self.exchange and replace(self.exchange, placement=placement(cp_groups, domain_of_rank))
         return replace(self, limits=replace(self.limits, domain_size=domain_size), exchange=exchange)
 
-    def check_cluster(self, domain_of_rank: Mapping[int, object]) -> None:
+    def check_cluster(self, domain_of_rank: Mapping[int, Hashable]) -> None:
         """Raise `ConfigurationError` where the ranks sit as they cannot on `--basp-cluster`."""
         if self.exchange is None:
             return

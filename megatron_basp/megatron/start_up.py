@@ -23,7 +23,6 @@ from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.megatron.versions import megatron_minor
-from megatron_basp.placement import aligned_domain_size
 from megatron_basp.plan_agreement import check_agreement
 from megatron_basp.process_groups import create_sequence_groups
 
@@ -93,7 +92,7 @@ def creating_groups(runtime: Runtime, original: Function) -> Function:
         devices = runtime.settings.domain_devices
         domain_of_rank = dict(enumerate(hosts if devices is None else (rank // devices for rank in range(len(hosts)))))
         runtime.settings.check_cluster(domain_of_rank)
-        runtime.set_settings(runtime.settings.with_domain(aligned_domain_size(cp_groups, domain_of_rank)))
+        runtime.set_settings(runtime.settings.with_placement(cp_groups, domain_of_rank))
         # Before groups are made by the plans: ranks that want different ones would wait for each other.
         check_agreement(runtime.settings.plans(), runtime.settings.mode, cp_group)
 

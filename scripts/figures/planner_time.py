@@ -21,6 +21,7 @@ from rich.table import Table
 
 from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
 from megatron_basp.library import named_cluster
+from megatron_basp.placement import Placement
 from megatron_basp.plan import Limits, plan_batch
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 720, 1024)
@@ -29,7 +30,8 @@ FIGURE = Path(__file__).parents[2] / "docs" / "planner-time.svg"
 
 def milliseconds(ranks: int, rows: int, by_seconds: bool) -> float:
     limits = Limits(ranks, ranks, domain_size=8)
-    exchange = ExchangeModel(named_cluster("h100-8"), AttentionShape(ranks, ranks, 128, 128, 2), ranks, 8)
+    nodes = Placement((tuple(rank // 8 for rank in range(ranks)),))
+    exchange = ExchangeModel(named_cluster("h100-8"), AttentionShape(ranks, ranks, 128, 128, 2), nodes)
     lengths, least = (ranks * 64,) * rows, float("inf")
     for _ in range(5):
         start = time.perf_counter()

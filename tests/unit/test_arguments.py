@@ -1,6 +1,7 @@
 """The flags: what they give, what they refuse, and whether the remedies in the messages work. Without Megatron."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,11 @@ def refused(flags, **attributes):
     return message
 
 
+def placed(settings, ranks_per_host):
+    """The settings of 8 ranks on hosts of so many."""
+    return settings.with_placement([range(8)], {rank: f"host{rank // ranks_per_host}" for rank in range(8)})
+
+
 def waves(settings, micro_batch_size):
     plan = settings.plan(micro_batch_size, settings.seq_length)
     return [(len(wave.rows), wave.group_size) for wave in plan.waves]
@@ -203,9 +209,9 @@ def test_a_fixed_group_size_holds_for_all_rows():
 
 def test_the_domain_that_was_learnt_bounds_the_plan_and_changes_nothing_else():
     settings = accepted(BASP)
-    learnt = settings.with_domain(4)
+    learnt = placed(settings, 4)
     assert (settings.limits.domain_size, learnt.limits.domain_size) == (None, 4)
-    assert learnt.with_domain(None) == settings
+    assert replace(learnt, limits=settings.limits) == settings
 
 
 CLUSTER = "--basp-cluster a100-40gb-2x4"
@@ -213,10 +219,10 @@ CLUSTER = "--basp-cluster a100-40gb-2x4"
 
 def test_on_a_known_cluster_the_plan_goes_by_seconds_and_not_by_bytes():
     """Three short rows inside one node: two waves send less, one has less latency."""
-    by_bytes, by_seconds = accepted(BASP).with_domain(8), accepted(f"{BASP} {CLUSTER}").with_domain(8)
+    by_bytes, by_seconds = placed(accepted(BASP), 8), placed(accepted(f"{BASP} {CLUSTER}"), 8)
     assert waves(by_bytes, 3) == [(2, 4), (1, 8)]
     assert waves(by_seconds, 3) == [(3, 8)]
-    long = accepted(f"{BASP} {CLUSTER} --seq-length 65536").with_domain(4)
+    long = placed(accepted(f"{BASP} {CLUSTER} --seq-length 65536"), 4)
     assert waves(long, 3) == [(2, 4), (1, 8)]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_basp.exchange_cost import COPY_SHARE_OF_PEAK, OURS, AttentionShape, ExchangeCost, ExchangeModel
-from megatron_basp.placement import aligned_blocks, divisors
+from megatron_basp.placement import Placement, aligned_blocks, divisors, placement
 from megatron_basp.plan import Limits, plan_batch
 from tests.costs import CLUSTER, with_across
 
@@ -16,7 +16,10 @@ NO_COPIES = replace(OURS, query_key_value_passes=0, output_passes=0)
 
 
 def model(cluster=CLUSTER, ranks=8, domain_size=4, shape=SHAPE, **rest):
-    return ExchangeModel(cluster, shape, ranks, domain_size, **rest)
+    """Domains of D consecutive ranks, and as many CP groups as fill a node."""
+    of_ranks = tuple(rank // domain_size for rank in range(ranks))
+    groups = max(1, cluster.gpus_per_node // domain_size)
+    return ExchangeModel(cluster, shape, Placement((of_ranks,) * groups), **rest)
 
 
 def sent_by_links(group_size, tokens, ranks, domain_size):
@@ -82,7 +85,9 @@ def test_more_nodes_get_a_smaller_share_of_the_rate():
 
 def test_tensor_parallel_ranks_make_a_group_of_k_span_k_times_tp_gpus():
     # K = 4 with TP = 2 is two nodes of 4.
-    cost = model(ranks=4, domain_size=2, tensor_parallel=2, method=NO_COPIES).of_wave(4, 1000)
+    nodes = {gpu: gpu // 4 for gpu in range(8)}
+    placed = placement([[0, 2, 4, 6], [1, 3, 5, 7]], nodes)
+    cost = ExchangeModel(CLUSTER, SHAPE, placed, NO_COPIES).of_wave(4, 1000)
     assert cost.across_bytes == pytest.approx(cost.within_bytes * 2)
     assert cost.within_seconds == pytest.approx(cost.within_bytes / 1e11)  # two of them share a node
 
@@ -98,6 +103,30 @@ def test_fewer_key_value_heads_than_ranks_are_sent_as_often_as_they_are_needed()
     few = replace(SHAPE, kv_heads=2)
     assert model(shape=few).of_wave(2, 10).sent_bytes < model().of_wave(2, 10).sent_bytes
     assert model(shape=few).of_wave(4, 10) == model(shape=replace(SHAPE, kv_heads=4)).of_wave(4, 10)
+
+
+def test_groups_that_straddle_nodes_wait_for_the_node_that_sends_most_and_the_most_ranks_inside_one():
+    """K = 3 on nodes of 4: one rank of the second group of 6 sits in the first node, two in the other, and so on."""
+    nodes = {rank: rank // 4 for rank in range(12)}
+    shape, slow_inside = AttentionShape(6, 6, 64, 64, 2), replace(CLUSTER.within, bytes_per_second={2: 1e8, 3: 1e8})
+    exchange = ExchangeModel(CLUSTER, shape, placement([range(6), range(6, 12)], nodes), NO_COPIES)
+    cost = exchange.of_wave(3, 1000)
+    to_a_peer = 1000 * 2 * 4 * 2 * 64
+    # Of 3-5, one rank is in node 0 and two in node 1; of 6-8, two in node 1 and one in node 2.
+    assert cost.leaving_bytes == 4 * to_a_peer
+    assert cost.across_seconds == pytest.approx(4 * to_a_peer / (2e10 * 0.8))
+    assert (cost.within_bytes, cost.across_bytes) == (to_a_peer, to_a_peer)
+    # Ranks 0-2 have two peers each beside them.
+    slow = replace(exchange, cluster=replace(CLUSTER, within=slow_inside)).of_wave(3, 1000)
+    assert slow.within_seconds == pytest.approx(2 * to_a_peer / 1e8)
+    assert slow.seconds == slow.latency_seconds + slow.within_seconds
+
+
+def test_gpus_without_a_rank_send_nothing():
+    """One rank on each node of 4 has its interfaces for itself."""
+    spread = ExchangeModel(CLUSTER, SHAPE, placement([range(8)], {rank: rank for rank in range(8)}), NO_COPIES)
+    full = model(domain_size=1, method=NO_COPIES)
+    assert spread.of_wave(2, 1000).across_seconds == pytest.approx(full.of_wave(2, 1000).across_seconds / 4)
 
 
 @st.composite

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_basp.placement import aligned_blocks, aligned_domain_size, pairs_across, peers
+from megatron_basp.placement import Placement, aligned_blocks, aligned_domain_size, pairs_across, placement
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 5))
@@ -81,21 +81,48 @@ def groups_and_domains(draw):
 
 
 @given(groups_and_domains())
-def test_peers_are_counted_link_by_link_in_the_domain_that_has_most_elsewhere(arguments):
+def test_pairs_that_leave_a_domain_are_counted_link_by_link(arguments):
     group_size, ranks, domain_size = arguments
-    across = {rank: 0 for rank in range(ranks)}
-    for block in aligned_blocks(range(ranks), group_size):
-        for rank in block:
-            across[rank] = sum(peer // domain_size != rank // domain_size for peer in block)
-    domains = [[across[rank] for rank in range(first, min(first + domain_size, ranks))]
-               for first in range(0, ranks, domain_size)]  # fmt: skip
-    worst = max(sum(of_domain) / len(of_domain) for of_domain in domains)
-    found = peers(group_size, ranks, domain_size)
-    assert found.across == pytest.approx(worst)
-    assert found.within + found.across == group_size - 1
-    assert pairs_across(group_size, ranks, domain_size) == sum(across.values())
+    links = [(rank, peer) for block in aligned_blocks(range(ranks), group_size) for rank in block for peer in block]
+    apart = [(rank, peer) for rank, peer in links if rank // domain_size != peer // domain_size]
+    assert pairs_across(group_size, ranks, domain_size) == len(apart)
 
 
 def test_without_a_known_domain_nothing_is_known_to_leave_one():
-    assert peers(4, 8, None) == (3, 0)
     assert pairs_across(4, 8, None) == 0
+
+
+@st.composite
+def placements(draw):
+    """K and a placement of several CP groups of N ranks, in no order."""
+    group_size, groups = draw(st.integers(2, 6)), draw(st.integers(1, 3))
+    domains = st.lists(st.integers(0, 3), min_size=group_size * groups, max_size=group_size * groups)
+    return group_size, Placement(tuple(map(tuple, draw(st.lists(domains, min_size=1, max_size=3)))))
+
+
+@given(placements())
+def test_what_groups_ask_of_links_is_counted_link_by_link_in_the_domain_that_most_leave(arguments):
+    group_size, placed = arguments
+    leaving, ranks, together, spread = {}, {}, set(), set()
+    for of_ranks in placed.domains:
+        for block in aligned_blocks(of_ranks, group_size):
+            spread.add(len(set(block)))
+            for domain in block:
+                ranks[domain] = ranks.get(domain, 0) + 1
+                leaving[domain] = leaving.get(domain, 0) + sum(peer != domain for peer in block)
+                together.add(block.count(domain))
+    found = placed.crossing(group_size)
+    assert found.together == tuple(sorted(together))
+    assert found.domains == max(spread)
+    assert found.leaving == max(leaving.values())
+    assert found.across == max(leaving[d] / ranks[d] for d in ranks if leaving[d] == found.leaving)
+
+
+def test_several_groups_of_ranks_load_the_node_that_they_share():
+    """Nodes of 8, 2 replicas of 12 ranks: the node in the middle has 4 of each."""
+    nodes = {rank: rank // 8 for rank in range(24)}
+    found = placement([range(12), range(12, 24)], nodes).crossing(6)
+    # Groups 0-5 and 18-23 sit in one node; of 6-11 and 12-17 two sit in the outer nodes, four in the middle one.
+    assert found == (((2, 4, 6)), 2 * 4 * 2, 2, 2)
+    alone = placement([range(12)], nodes).crossing(6)
+    assert alone == ((2, 4, 6), 4 * 2, 2, 2)
