@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_basp.ledger import Direction, Exchange, Ledger
+from megatron_basp.ledger import EXCHANGE, Collective, Direction, Ledger
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,16 @@ class ExchangeGroup:
 
     group: the process group of K ranks.
     tokens_per_rank: t_i, by rank in the group.
-    ledger, layer: where the bytes are written down, and under which layer number.
+    ledger: where the bytes are written down.
+    layer: under which layer number; None where tokens are exchanged and not a layer's activations.
+    wave: the index of the wave in the plan.
     """
 
     group: dist.ProcessGroup
     tokens_per_rank: tuple[int, ...]
     ledger: Ledger
-    layer: int
+    layer: int | None
+    wave: int
 
     @property
     def size(self) -> int:
@@ -174,13 +177,13 @@ def _all_to_all(
     operation: str,
     direction: Direction,
 ) -> None:
-    with where.ledger.timing():
+    collective = Collective(
+        EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction
+    )
+    with where.ledger.exchanging(collective):
         dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=where.group)
     row_bytes = sent.shape[1] * sent.element_size()
-    here = where.group.rank()
     ranks = dist.get_process_group_ranks(where.group)
-    where.ledger.record(
-        Exchange(where.layer, operation, direction, where.size),
-        [rank for index, rank in enumerate(ranks) if index != here],
-        [rows * row_bytes for index, rows in enumerate(sent_rows) if index != here],
-    )
+    bytes_to = {rank: rows * row_bytes for rank, rows in zip(ranks, sent_rows, strict=True)}
+    same_rank_bytes = bytes_to.pop(ranks[where.group.rank()])
+    where.ledger.record(collective, bytes_to, same_rank_bytes)

@@ -105,13 +105,16 @@ class BaspAttention(torch.nn.Module):
         shares = plan.shares(self.groups.cp_rank)
         counts = [share.tokens for share in shares]
         parts = [x.squeeze(1).split(counts) for x in (query, key, value)]
-        outputs = [self._attend_wave(share, documents, *qkv) for share, *qkv in zip(shares, *parts, strict=True)]
+        outputs = [
+            self._attend_wave(wave, share, documents, *qkv)
+            for wave, (share, *qkv) in enumerate(zip(shares, *parts, strict=True))
+        ]
         return torch.cat(outputs).flatten(1)[:, None]
 
     def _attend_wave(
-        self, share: Share, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
+        self, wave: int, share: Share, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """[t, heads, d] of this rank's part of a wave -> [t, H, d_v]."""
+        """[t, heads, d] of this rank's share of a wave -> [t, H, d_v]."""
         kernel, rows = self.kernels[share.group_size], len(share.rows)
         if documents is not None:
             kernel = partial(kernel, documents=documents.of_rows(share.rows))
@@ -120,7 +123,8 @@ class BaspAttention(torch.nn.Module):
             kernel = partial(kernel, softmax_offset=self.softmax_offset.chunk(share.group_size)[share.rank_in_group])
         if share.group_size == 1:
             return self._run_kernel(kernel, rows, query, key, value)
-        where = ExchangeGroup(self.groups.by_size[share.group_size], share.tokens_per_rank, self.ledger, self.layer)
+        group = self.groups.by_size[share.group_size]
+        where = ExchangeGroup(group, share.tokens_per_rank, self.ledger, self.layer, wave)
         output = self._run_kernel(kernel, rows, *sequence_to_heads(query, key, value, where))
         return heads_to_sequence(output, where)
 

@@ -69,7 +69,11 @@ def join_streams(plan: BatchPlan, streams: list[Tensor]) -> Tensor:
     return batch
 
 
-def roll_stream(plan: BatchPlan, rank: int, stream: Tensor, edge_of_next: Callable[[Share, Tensor], Tensor]) -> Tensor:
+# Gets the index of a wave, this rank's share of it, and its edge.
+EdgeOfNext = Callable[[int, Share, Tensor], Tensor]
+
+
+def roll_stream(plan: BatchPlan, rank: int, stream: Tensor, edge_of_next: EdgeOfNext) -> Tensor:
     """The stream of the micro-batch in which every row is rolled by one position: each token gives way to the next of
     its row, and the last one to 0.
 
@@ -78,15 +82,16 @@ def roll_stream(plan: BatchPlan, rank: int, stream: Tensor, edge_of_next: Callab
 
     Args:
         stream: [1, T].
-        edge_of_next: gets this rank's share of a wave and its own edge there, [1, rows], and gives the next rank's;
-            zeros at the end of the group, which is the end of its rows.
+        edge_of_next: gets the index of a wave, this rank's share of it and its own edge there, [1, rows], and gives
+            the next rank's; zeros at the end of the group, which is the end of its rows.
 
     Returns:
         [1, T], a tensor of its own.
     """
     parts = []
     shares = plan.shares(rank)
-    for share, wave in zip(shares, stream.split([share.tokens for share in shares], dim=1), strict=True):
+    streams = stream.split([share.tokens for share in shares], dim=1)
+    for wave, (share, part) in enumerate(zip(shares, streams, strict=True)):
         rows = len(share.rows)
-        parts += [wave[:, rows:], edge_of_next(share, wave[:, :rows])]
+        parts += [part[:, rows:], edge_of_next(wave, share, part[:, :rows])]
     return torch.cat(parts, dim=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from megatron_basp.placement import aligned_blocks
@@ -24,18 +25,42 @@ class SequenceGroups:
     cp_rank: this rank's index in it (not its global rank).
     by_size: for each K > 1 that plans may choose, the group of K that this rank is in.
     alone: the group of this rank only; what the model takes for its context-parallel group.
+    created: how many process groups were made for these in the whole world.
     """
 
     cp_group: dist.ProcessGroup
     cp_rank: int
     by_size: Mapping[int, dist.ProcessGroup]
     alone: dist.ProcessGroup
+    created: int
+
+    @property
+    def own(self) -> list[dist.ProcessGroup]:
+        """Those of them that this rank is in; where K = N that is the CP group, which was there before."""
+        return [group for group in (*self.by_size.values(), self.alone) if group is not self.cp_group]
 
     def destroy(self) -> None:
         """Give the communicators back, but for the CP group, which is Megatron's to destroy."""
-        for group in [*self.by_size.values(), self.alone]:
-            if group is not self.cp_group:
-                dist.destroy_process_group(group)
+        for group in self.own:
+            dist.destroy_process_group(group)
+
+    def connect(self) -> int | None:
+        """Have the exchange's communicators made now, and not in the first step when memory is at its peak.
+
+        Returns:
+            the device memory that they took, in bytes; None over gloo, which takes none. It is what the device has
+            less of in the meantime, whoever took it: nobody else should be at the device.
+        """
+        if "nccl" not in dist.get_backend(self.cp_group):
+            return None
+        exchanged = {size: torch.zeros(size, device="cuda") for size in self.by_size}
+        received = {size: torch.empty_like(tensor) for size, tensor in exchanged.items()}
+        torch.cuda.synchronize()
+        free_bytes, _ = torch.cuda.mem_get_info()
+        for size, group in self.by_size.items():
+            dist.all_to_all_single(received[size], exchanged[size], group=group)
+        torch.cuda.synchronize()
+        return free_bytes - torch.cuda.mem_get_info()[0]
 
 
 def create_sequence_groups(
@@ -51,6 +76,7 @@ def create_sequence_groups(
     """
     here = dist.get_rank()
     by_size: dict[int, dist.ProcessGroup] = {}
+    created = dist.get_world_size()  # those of one rank
     for group_size in sorted(set(group_sizes) - {1}):
         if group_size == cp_group.size():
             by_size[group_size] = cp_group
@@ -58,8 +84,9 @@ def create_sequence_groups(
         for other_cp_ranks in cp_groups:
             for block in aligned_blocks(other_cp_ranks, group_size):
                 group = new_group(list(block), f"BASP_SEQUENCE_GROUP_OF_{group_size}")
+                created += 1
                 if here in block:
                     by_size[group_size] = group
     # Made by its only member: a group of one needs nobody else, and a world of them would take the world's time.
     alone = dist.new_group([here], use_local_synchronization=True, group_desc="BASP_GROUP_OF_ONE")
-    return SequenceGroups(cp_group, cp_group.rank(), by_size, alone)
+    return SequenceGroups(cp_group, cp_group.rank(), by_size, alone, created)

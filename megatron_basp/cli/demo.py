@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_basp.cli.loading import load_megatron
 from megatron_basp.cli.progress import step_progress, terminal
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.ledger import Page, Phase
 from megatron_basp.plan import BatchPlan, Limits, plan_batch
 
 if TYPE_CHECKING:
@@ -203,24 +204,20 @@ def _train_on_rank(rank: int, mode: str, flags: list[str], iterations: int, stde
     from megatron_basp.megatron import pretrain_gpt
     from megatron_basp.megatron.recorder import record_training
 
-    ledger = None
+    sent_bytes: list[int] = []
     if mode != "reference":
         from megatron_basp.megatron import hooks
 
-        ledger = hooks.install().ledger
-    sent_bytes: list[int] = []
+        def read(phase: Phase, iteration: int, seconds: float, page: Page) -> None:
+            if phase == "training":
+                sent_bytes.append(page.sent_bytes_to_peer.total())
+
+        hooks.install().steps.readers.append(read)
     with step_progress(stderr, rank, f"{mode:>9}", iterations) as advance:
-
-        def after_step(record: Record, model: Any) -> None:
-            if ledger is not None:
-                sent_bytes.append(ledger.total_bytes)
-            advance(record)
-
-        record = record_training(after_step)
+        record = record_training(lambda record, model: advance(record))
         sys.argv = ["pretrain_gpt", *flags]
         pretrain_gpt.main()
-    # Evaluations exchange too; two steps in a row have nothing but the second step between them.
-    return record, sent_bytes[1] - sent_bytes[0] if sent_bytes else 0
+    return record, sent_bytes[-1] if sent_bytes else 0
 
 
 def _megatron_flags(options: argparse.Namespace, dataset: TextDataset) -> list[str]:

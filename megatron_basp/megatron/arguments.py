@@ -71,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--basp-ledger",
         type=Path,
         metavar="FILE",
-        help="write at the end what each rank sent, as JSON; FILE gets the rank before its suffix: ledger.rank0.json",
+        help="write in every step what each rank sent, as JSON lines: a line for each kind of collective, ours and "
+        "Megatron's, with bytes inside and across nodes and seconds; some 300 bytes a line. FILE gets the rank before "
+        "its suffix: ledger.rank0.jsonl. Rank 0 prints the shares at the end.",
     )
     group.add_argument(
         "--basp-check",

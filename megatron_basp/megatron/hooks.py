@@ -10,7 +10,7 @@ import functools
 from megatron_basp.megatron.batches import receiving_batch, taking_batch
 from megatron_basp.megatron.core_attention import choosing_core_attention
 from megatron_basp.megatron.model import building_model
-from megatron_basp.megatron.monitoring import checking_throughput, logging_exchanges, measuring_step
+from megatron_basp.megatron.monitoring import checking_throughput, logging_exchanges, monitoring_step
 from megatron_basp.megatron.multi_token import rolling, weighing_losses
 from megatron_basp.megatron.packed import packing_as_one_process, reading_documents
 from megatron_basp.megatron.router import balancing_rows
@@ -24,6 +24,7 @@ from megatron_basp.megatron.start_up import (
     refusing_yaml,
     validating_arguments,
 )
+from megatron_basp.megatron.steps import evaluating, taking_step
 from megatron_basp.megatron.versions import check_version
 
 HOOKS = (
@@ -87,8 +88,10 @@ HOOKS = (
         choosing_schedule,
         also_in=("megatron.core.pipeline_parallel", "megatron.training.training"),
     ),
-    # What is logged.
-    Hook("megatron.training.training:train_step", (), measuring_step),
+    # What is counted and logged. The monitor is there before the step that it reads.
+    Hook("megatron.training.training:train_step", (), taking_step),
+    Hook("megatron.training.training:train_step", (), monitoring_step),
+    Hook("megatron.training.training:evaluate", (), evaluating),
     Hook("megatron.training.training:training_log", ("iteration",), logging_exchanges),
     Hook(
         "megatron.training.one_logger_utils:track_e2e_metrics", ("log_throughput", "throughput"), checking_throughput

@@ -2,7 +2,7 @@
 
 Written where Megatron writes its own, TensorBoard and Weights & Biases, by the last rank and of that rank:
     basp/exchange-bytes-per-step           sent in the exchanges of attention, by the ledger
-    basp/exchange-milliseconds-per-step    spent in them (`megatron_basp.exchange_timer`)
+    basp/exchange-milliseconds-per-step    spent in them (`megatron_basp.clock`)
     basp/group-size-wave-0, -1, …          K of each wave of training's micro-batches
 With `--timing-log-level 2` the milliseconds are among Megatron's timers too, as `basp-exchange`, of all ranks. Nothing
 is measured where nobody asked for either.
@@ -10,13 +10,13 @@ is measured where nobody asked for either.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_basp.exchange_timer import ExchangeTimer
+from megatron_basp.clock import clock
+from megatron_basp.ledger import Page, Phase, Span
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 
@@ -83,33 +83,31 @@ class ExchangeMonitor:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.timer = ExchangeTimer(on_gpu=torch.cuda.is_available())
-        self.written = self.logged = Totals()
-        self._steps = self._sent_bytes = 0
+        self.written = self.logged = self._totals = Totals()
+        self._spans: list[Span] = []
+        runtime.ledger.clock = clock()
+        runtime.steps.readers.append(self.read)
 
-    @contextlib.contextmanager
-    def step(self) -> Any:
-        ledger = self.runtime.ledger
-        before, ledger.timing = ledger.total_bytes, self.timer
-        try:
-            yield
-        finally:
-            ledger.timing = contextlib.nullcontext
-        self._steps += 1
-        self._sent_bytes += ledger.total_bytes - before
+    def read(self, phase: Phase, iteration: int, seconds: float, page: Page) -> None:
+        if phase == "training":
+            exchange = page.exchange
+            self._spans += exchange.spans
+            steps, sent_bytes, measured = self._totals
+            self._totals = Totals(steps + 1, sent_bytes + sum(exchange.sent_bytes.values()), measured)
 
     def totals(self) -> Totals:
-        return Totals(self._steps, self._sent_bytes, self.timer.total_seconds())
+        """On a GPU this waits for the last exchange."""
+        steps, sent_bytes, measured = self._totals
+        self._totals = Totals(steps, sent_bytes, measured + sum(span.seconds() for span in self._spans))
+        self._spans.clear()
+        return self._totals
 
 
-def measuring_step(runtime: Runtime, original: Function) -> Function:
+def monitoring_step(runtime: Runtime, original: Function) -> Function:
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        if not runtime.is_active or not _somebody_asked():
-            return original(*args, **kwargs)
-        if runtime.monitor is None:
+        if runtime.is_active and runtime.monitor is None and _somebody_asked():
             runtime.monitor = ExchangeMonitor(runtime)
-        with runtime.monitor.step():
-            return original(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return train_step
 

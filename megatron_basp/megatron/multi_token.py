@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_basp.all_to_all import ExchangeGroup, from_next_rank
 from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import roll_stream
-from megatron_basp.ledger import MICRO_BATCH, Ledger
+from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan, Share
@@ -62,10 +62,10 @@ def roll_over_ranks(plan: BatchPlan, groups: SequenceGroups, ledger: Ledger, str
     if tuple(stream.shape) != (1, plan.tokens):
         raise ValueError(f"a rank's stream is [1, T] with T = B·S/N = {plan.tokens}, got {list(stream.shape)}")
 
-    def edge_of_next(share: Share, edge: Tensor) -> Tensor:
+    def edge_of_next(wave: int, share: Share, edge: Tensor) -> Tensor:
         if share.group_size == 1:
             return torch.zeros_like(edge)
-        where = ExchangeGroup(groups.by_size[share.group_size], share.tokens_per_rank, ledger, MICRO_BATCH)
+        where = ExchangeGroup(groups.by_size[share.group_size], share.tokens_per_rank, ledger, None, wave)
         return from_next_rank(edge[0], where)[None]
 
     return roll_stream(plan, groups.cp_rank, stream, edge_of_next)

@@ -81,6 +81,8 @@ def observe_training(
         said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigurationError(f"Megatron refuses the flags: {' '.join(str(said).split())}") from error
     pretrain_gpt.train(config)
+    if runtime is not None:
+        runtime.close_books()  # a forked process has no exit of its own
     # Not in the last step: with overlap a rank gets the others' shards of the new parameters later.
     parameters = dict(named_parameters(chunks))
     return RankReport(

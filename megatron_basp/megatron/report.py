@@ -9,15 +9,24 @@ from rich.table import Table
 
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.placement import aligned_blocks
+from megatron_basp.process_groups import SequenceGroups
 from megatron_basp.run_flags import plain_flags
 
 
-def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, object]) -> None:
+def print_plan(
+    settings: Settings,
+    cp_groups: Sequence[Sequence[int]],
+    domain_of_rank: Mapping[int, object],
+    groups: SequenceGroups,
+    communicator_bytes: int | None,
+) -> None:
     """Print the table of a run; for rank 0.
 
     Args:
         cp_groups: global ranks of every CP group.
         domain_of_rank: which fast domain each global rank is in.
+        groups: those of this rank.
+        communicator_bytes: what `groups.connect()` said.
     """
     table = Table(title=f"sequence parallelism by groups: {settings.mode}", show_header=False, title_justify="left")
     samples, data_parallel = settings.global_batch_size, settings.data_parallel_size
@@ -49,7 +58,17 @@ def print_plan(settings: Settings, cp_groups: Sequence[Sequence[int]], domain_of
             "plain Megatron flags that do the same",
             plain_flags(plan, settings.limits) or "none: sequences get different numbers of ranks",
         )
+    table.add_section()
+    own = len(groups.own)
+    table.add_row("process groups made for this", f"{groups.created} in the world, this rank is in {own}")
+    table.add_row("device memory of the exchange's communicators", _memory(communicator_bytes))
     Console(width=120).print(table)
+
+
+def _memory(communicator_bytes: int | None) -> str:
+    if communicator_bytes is None:
+        return "none: gloo connects through the host's memory"
+    return f"{communicator_bytes / 2**20:.0f} MiB on this rank, measured"
 
 
 def _groups(

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.settings import Settings
+from megatron_basp.megatron.steps import Steps
 from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
 
 if TYPE_CHECKING:
+    from megatron_basp.megatron.bookkeeping import Bookkeeper
     from megatron_basp.megatron.monitoring import ExchangeMonitor
 
 
@@ -20,7 +22,9 @@ class Runtime:
     groups: None outside of Megatron's model parallelism.
     batches_taken: micro-batches that this rank has taken its stream of.
     checked_plans: those under which a first call was checked.
+    steps: tells steps apart, and turns the ledger's pages.
     monitor: what the exchanges of training steps are added up in, once somebody asked for it.
+    bookkeeper: writes the ledger, where `--basp-ledger` asked for it.
     """
 
     def __init__(self) -> None:
@@ -29,9 +33,11 @@ class Runtime:
         self._plans: dict[tuple[int, int], BatchPlan] = {}
         self.plan_holder = PlanHolder()
         self.ledger = Ledger()
+        self.steps = Steps(self.ledger)
         self.batches_taken = 0
         self.checked_plans: set[BatchPlan] = set()
         self.monitor: ExchangeMonitor | None = None
+        self.bookkeeper: Bookkeeper | None = None
 
     @property
     def is_active(self) -> bool:
@@ -55,7 +61,14 @@ class Runtime:
     def set_groups(self, groups: SequenceGroups) -> None:
         self._groups = groups
 
+    def close_books(self) -> None:
+        """Once; there is nothing to close in a run without a ledger."""
+        if self.bookkeeper is not None:
+            bookkeeper, self.bookkeeper = self.bookkeeper, None
+            bookkeeper.close()
+
     def destroy_groups(self) -> None:
+        self.close_books()
         if self._groups is not None:
             self._groups.destroy()
             self._groups = None

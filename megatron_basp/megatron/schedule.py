@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_basp.ledger import Exchange
+from megatron_basp.ledger import Collective
 from megatron_basp.megatron.model import check_model
 from megatron_basp.megatron.multi_token import attentions_in_a_pass
 from megatron_basp.megatron.random_streams import streams_of_rank
@@ -57,7 +57,7 @@ class PlannedSchedule:
         if unchecked:
             for chunk in chunks:
                 check_model(chunk)
-        before, batches_before = Counter(runtime.ledger.collectives), runtime.batches_taken
+        before, batches_before = runtime.ledger.page.collectives if unchecked else None, runtime.batches_taken
         # Evaluation draws nothing, and must not change what training draws after it.
         is_training = not arguments.get("forward_only", False)
         runtime.plan_holder.set(plan)
@@ -74,7 +74,7 @@ class PlannedSchedule:
         if unchecked:
             microbatches = arguments["num_microbatches"]
             check_batches(chunks, microbatches, runtime.batches_taken - batches_before)
-            counted = Counter(runtime.ledger.collectives)
+            counted = runtime.ledger.page.collectives
             counted.subtract(before)
             attentions = sum((attentions_in_a_pass(chunk) for chunk in chunks), Counter())
             check_exchanges(plan, attentions, microbatches, counted, dist.get_rank())
@@ -110,26 +110,28 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
 
 
 def check_exchanges(
-    plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Exchange], rank: int
+    plan: BatchPlan, attentions: Counter[int], microbatches: int, counted: Counter[Collective], rank: int
 ) -> None:
     """Each layer must have exchanged once for each micro-batch and wave with K > 1, up to twice where it is
     recomputed.
 
     Args:
         attentions: how often each layer attends in one forward pass.
-        counted: the rank's exchanges of this step.
+        counted: the rank's collectives of this step.
 
     Raises:
         RuntimeError: a layer did not; its attention saw a part of each sequence only.
     """
-    waves = Counter(wave.group_size for wave in plan.waves if wave.group_size > 1)
+    exchanged = Counter[tuple[int | None, int | None]]()
+    for collective, number in counted.items():
+        if (collective.operation, collective.direction) == ("qkv", "forward"):
+            exchanged[collective.layer, collective.wave] += number
     for layer, times in attentions.items():
-        for group_size, number in waves.items():
-            expected = number * microbatches * times
-            found = counted[Exchange(layer, "qkv", "forward", group_size)]
-            if not expected <= found <= 2 * expected:
+        for index, wave in enumerate(plan.waves):
+            expected, found = microbatches * times, exchanged[layer, index]
+            if wave.group_size > 1 and not expected <= found <= 2 * expected:
                 raise RuntimeError(
-                    f"rank {rank}: layer {layer} exchanged {found} times in groups of {group_size} in its "
+                    f"rank {rank}: layer {layer} exchanged {found} times in groups of {wave.group_size} in its "
                     f"first step, and should have {expected} times (up to twice that with recompute) for "
                     f"{microbatches} micro-batches: attention did not see whole sequences"
                 )

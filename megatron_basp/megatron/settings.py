@@ -29,7 +29,7 @@ class Settings:
     per_token_loss: `--calculate-per-token-loss`.
     packed: rows hold several documents (`--sft`, `--dataloader-inter-document-masking`).
     sft: `--sft`.
-    ledger: where the bytes sent are written at the end, or None.
+    ledger: `--basp-ledger`, where it is written what is sent, or None.
     check: `--basp-check`, compare plans between ranks in every step.
     """
 

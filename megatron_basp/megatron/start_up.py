@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import json
 import socket
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.ledger import Ledger
 from megatron_basp.megatron import megatron_0_18
 from megatron_basp.megatron.arguments import add_arguments, settings_from_arguments
+from megatron_basp.megatron.bookkeeping import Bookkeeper, header_of_run
 from megatron_basp.megatron.prerequisites import check_data_files, check_environment
 from megatron_basp.megatron.refusals import refuse_unsupported_with
 from megatron_basp.megatron.report import print_plan
@@ -90,7 +88,8 @@ def creating_groups(runtime: Runtime, original: Function) -> Function:
         cp_groups = sorted({cp_ranks for cp_ranks, _ in placement})
         hosts = [host for _, host in placement]
         devices = runtime.settings.domain_devices
-        domain_of_rank = dict(enumerate(hosts if devices is None else (rank // devices for rank in range(len(hosts)))))
+        nodes = hosts if devices is None else [f"domain {rank // devices}" for rank in range(len(hosts))]
+        domain_of_rank = dict(enumerate(nodes))
         runtime.settings.check_cluster(domain_of_rank)
         runtime.set_settings(runtime.settings.with_placement(cp_groups, domain_of_rank))
         # Before groups are made by the plans: ranks that want different ones would wait for each other.
@@ -102,19 +101,16 @@ def creating_groups(runtime: Runtime, original: Function) -> Function:
             )
 
         runtime.set_groups(create_sequence_groups(cp_groups, runtime.settings.group_sizes(), cp_group, new_group))
+        communicator_bytes = runtime.groups.connect()
         if dist.get_rank() == 0:
-            print_plan(runtime.settings, cp_groups, domain_of_rank)
+            print_plan(runtime.settings, cp_groups, domain_of_rank, runtime.groups, communicator_bytes)
         if runtime.settings.ledger is not None:
-            # At exit, which Ctrl-C leads to as well.
-            atexit.register(_write_ledger, runtime.ledger, runtime.settings.ledger, dist.get_rank())
+            header = header_of_run(runtime.settings, dist.get_process_group_ranks(cp_group), nodes)
+            runtime.bookkeeper = Bookkeeper(runtime, header)
+            # At exit, which Ctrl-C leads to as well; the groups are there until then, or until they are destroyed.
+            atexit.register(runtime.close_books)
 
     return initialize_model_parallel
-
-
-def _write_ledger(ledger: Ledger, file: Path, rank: int) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"rank": rank, **ledger.as_dict()}, indent=2)
-    file.with_suffix(f".rank{rank}{file.suffix}").write_text(text + "\n")
 
 
 def _nccl_options(config_path: str | None) -> Any:

@@ -82,6 +82,11 @@ def groups_of_all_ranks() -> SequenceGroups:
     )
 
 
+def group_name(group_size: int) -> str:
+    """The description of `groups_of_all_ranks`' groups; the CP group is the world."""
+    return "default_pg" if group_size == RANKS else f"BASP_SEQUENCE_GROUP_OF_{group_size}"
+
+
 def basp_attention(
     plan: BatchPlan, groups: SequenceGroups, ledger: Ledger | None = None, layer: int = 1
 ) -> BaspAttention:

@@ -61,7 +61,7 @@ class Exchanged:
 
     def where(self, groups):
         by_rank = tuple(self.rows * count for count in self.tokens)
-        return ExchangeGroup(groups.by_size[self.group_size], by_rank, Ledger(), layer=1)
+        return ExchangeGroup(groups.by_size[self.group_size], by_rank, Ledger(), layer=1, wave=0)
 
 
 def codes(which, positions, rows, heads, size):

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_basp.batch import take_stream
-from megatron_basp.ledger import MICRO_BATCH, Exchange, Ledger
+from megatron_basp.ledger import Collective, Ledger
 from megatron_basp.megatron.multi_token import roll_over_ranks, rolling
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.plan import Limits, plan_batch
-from tests.distributed.small_attention import RANKS, groups_of_all_ranks
+from tests.distributed.small_attention import RANKS, group_name, groups_of_all_ranks
 from tests.settings import small_settings
 
 pytestmark = pytest.mark.distributed
@@ -112,16 +112,18 @@ def test_a_wave_sends_one_token_of_each_row_to_the_rank_before(results, name):
     element_bytes = 8 + 4 + 1  # an id, a weight, a flag
     for rank, (found, _) in enumerate(results):
         collectives, sent, to_peer = Counter(), Counter(), Counter()
-        for share in PLANS[name].shares(rank):
+        for wave, share in enumerate(PLANS[name].shares(rank)):
             if share.group_size > 1:
-                exchange = Exchange(MICRO_BATCH, "roll", "forward", share.group_size)
+                group = group_name(share.group_size)
+                exchange = Collective("exchange", "roll", group, share.group_size, None, wave, "forward")
                 collectives[exchange] += 3 * DEPTH
+                sent[exchange] += 0
                 if share.rank_in_group > 0:
                     sent[exchange] += DEPTH * len(share.rows) * element_bytes
                     to_peer[rank - 1] += DEPTH * len(share.rows) * element_bytes
-        ledger = found[name][2]
-        assert ledger.collectives == collectives
-        assert ledger.sent_bytes == sent and ledger.sent_bytes_to_peer == to_peer
+        page = found[name][2].page
+        assert page.collectives == collectives
+        assert page.sent_bytes == sent and page.sent_bytes_to_peer == to_peer
 
 
 def test_what_is_not_the_planned_stream_or_not_a_roll_by_one_is_refused(results):

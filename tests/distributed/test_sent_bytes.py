@@ -8,9 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_basp.ledger import Exchange, Ledger
+from megatron_basp.ledger import Collective, Ledger
 from megatron_basp.plan import exchanged_elements_per_token
-from tests.distributed.small_attention import LENGTH, RANKS, Case, basp_attention, groups_of_all_ranks, stream_of
+from tests.distributed.small_attention import (
+    LENGTH,
+    RANKS,
+    Case,
+    basp_attention,
+    group_name,
+    groups_of_all_ranks,
+    stream_of,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -26,7 +34,7 @@ CASES = {
 
 
 def count(case, rank, groups):
-    """The ledger after forward, the ledger after backward, and (calls, bytes to others) seen on the wire."""
+    """What the ledger has after forward and after backward, and (calls, bytes to others) seen on the wire."""
     plan, (query, key, value, gradient) = case.plan(), case.draw()
     ledger, on_the_wire = Ledger(), Counter()
 
@@ -42,7 +50,7 @@ def count(case, rank, groups):
         output = basp_attention(plan, groups, ledger, LAYER)(*inputs, None)
         forward = copy.deepcopy(ledger)
         torch.autograd.grad(output, inputs, stream_of(plan, rank, gradient))
-    return forward, ledger, on_the_wire
+    return forward.page, ledger.page, on_the_wire
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +64,16 @@ def counted(on_ranks):
 
 
 def waves_that_exchange(case):
-    """(K, tokens on a rank) of each wave with K > 1."""
-    return [(wave.group_size, len(wave.rows) * LENGTH // RANKS) for wave in case.plan().waves if wave.group_size > 1]
+    """(K, tokens on a rank) by the index of each wave with K > 1."""
+    return {
+        index: (wave.group_size, len(wave.rows) * LENGTH // RANKS)
+        for index, wave in enumerate(case.plan().waves)
+        if wave.group_size > 1
+    }
+
+
+def collective(operation, direction, wave, group_size):
+    return Collective("exchange", operation, group_name(group_size), group_size, LAYER, wave, direction)
 
 
 def formula(case, group_size, tokens):
@@ -75,55 +91,55 @@ def formula(case, group_size, tokens):
 def test_a_wave_with_groups_exchanges_twice_forward_and_twice_backward_and_others_never(counted, name):
     operations = [(operation, direction) for operation in ("qkv", "output") for direction in ("forward", "backward")]
     expected = Counter(
-        Exchange(LAYER, operation, direction, group_size)
-        for group_size, _ in waves_that_exchange(CASES[name])
+        collective(operation, direction, wave, group_size)
+        for wave, (group_size, _) in waves_that_exchange(CASES[name]).items()
         for operation, direction in operations
     )
-    for _, ledger, _ in counted[name]:
-        assert ledger.collectives == expected
+    for _, page, _ in counted[name]:
+        assert page.collectives == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_counts_nothing_of_backward_and_backward_sends_as_much_again(counted, name):
-    for forward, ledger, _ in counted[name]:
+    for forward, page, _ in counted[name]:
         assert all(exchange.direction == "forward" for exchange in forward.collectives)
-        assert 2 * sum(forward.collectives.values()) == sum(ledger.collectives.values())
-        assert 2 * forward.total_bytes == ledger.total_bytes
+        assert 2 * sum(forward.collectives.values()) == sum(page.collectives.values())
+        assert 2 * forward.sent_bytes_to_peer.total() == page.sent_bytes_to_peer.total()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_each_wave_and_direction_are_those_of_the_formula(counted, name):
     expected = {}
-    for group_size, tokens in waves_that_exchange(CASES[name]):
+    for wave, (group_size, tokens) in waves_that_exchange(CASES[name]).items():
         qkv, output = formula(CASES[name], group_size, tokens)
         for direction in ("forward", "backward"):
-            expected[Exchange(LAYER, "qkv", direction, group_size)] = qkv
-            expected[Exchange(LAYER, "output", direction, group_size)] = output
-    for _, ledger, _ in counted[name]:
-        assert ledger.sent_bytes == expected
+            expected[collective("qkv", direction, wave, group_size)] = qkv
+            expected[collective("output", direction, wave, group_size)] = output
+    for _, page, _ in counted[name]:
+        assert page.sent_bytes == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_peers_are_those_of_the_groups_and_get_equal_parts(counted, name):
-    for rank, (_, ledger, _) in enumerate(counted[name]):
+    for rank, (_, page, _) in enumerate(counted[name]):
         expected = Counter()
-        for group_size, tokens in waves_that_exchange(CASES[name]):
+        for group_size, tokens in waves_that_exchange(CASES[name]).values():
             first = rank // group_size * group_size
             for peer in set(range(first, first + group_size)) - {rank}:
                 expected[peer] += 2 * sum(formula(CASES[name], group_size, tokens)) // (group_size - 1)
-        assert ledger.sent_bytes_to_peer == expected
+        assert page.sent_bytes_to_peer == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_ledger_holds_what_went_over_the_wire(counted, name):
-    for _, ledger, on_the_wire in counted[name]:
-        assert sum(ledger.collectives.values()) == on_the_wire["calls"]
-        assert ledger.total_bytes == sum(ledger.sent_bytes_to_peer.values()) == on_the_wire["bytes"]
+    for _, page, on_the_wire in counted[name]:
+        assert sum(page.collectives.values()) == on_the_wire["calls"]
+        assert sum(page.sent_bytes.values()) == sum(page.sent_bytes_to_peer.values()) == on_the_wire["bytes"]
 
 
 def test_one_sequence_a_rank_sends_nothing(counted):
-    for _, ledger, on_the_wire in counted["B=4"]:
-        assert ledger == Ledger() and not on_the_wire
+    for _, page, on_the_wire in counted["B=4"]:
+        assert page == {} and not on_the_wire
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.value_size is None])
@@ -131,7 +147,7 @@ def test_what_the_planner_counts_is_what_is_sent(counted, name):
     case = CASES[name]
     planned = sum(
         tokens * exchanged_elements_per_token(group_size, case.limits) * (group_size - 1) / group_size
-        for group_size, tokens in waves_that_exchange(case)
+        for group_size, tokens in waves_that_exchange(case).values()
     )
     for forward, _, _ in counted[name]:
-        assert forward.total_bytes == planned * case.head_size * ELEMENT
+        assert forward.sent_bytes_to_peer.total() == planned * case.head_size * ELEMENT

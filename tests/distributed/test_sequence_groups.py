@@ -39,6 +39,7 @@ def make_use_and_destroy(rank, cp_groups):
         "named": {size: group.group_desc for size, group in groups.by_size.items()},
         "sums": {size: sum_of_ranks(group) for size, group in groups.by_size.items()},
         "sum alone": sum_of_ranks(groups.alone),
+        "number": (groups.created, len(asked) + dist.get_world_size(), len(groups.own)),
         "reused": groups.by_size[4] is cp_group is groups.cp_group,
         "attention": attend(groups),
     }
@@ -64,7 +65,7 @@ def attend(groups):
     ledger = Ledger()
     output = basp_attention(plan, groups, ledger)(*(stream_of(plan, groups.cp_rank, x) for x in qkv), None)
     expected = stream_of(plan, groups.cp_rank, full_attention(*qkv))
-    return relative_error(output, expected), sorted(ledger.sent_bytes_to_peer)
+    return relative_error(output, expected), sorted(ledger.page.sent_bytes_to_peer)
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -98,6 +99,12 @@ def test_every_rank_asks_for_the_same_groups_in_the_same_order(world):
 def test_groups_say_what_they_are_for(world):
     for found in world[1]:
         assert found["named"][2] == "BASP_SEQUENCE_GROUP_OF_2"
+
+
+def test_groups_are_counted_as_they_are_made(world):
+    for found in world[1]:
+        created, expected, own = found["number"]
+        assert created == expected and own == 2, "of two ranks, and of one"
 
 
 def test_a_group_of_all_ranks_is_the_one_that_megatron_made(world):

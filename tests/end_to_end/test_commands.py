@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_basp.ledger_file import read_ledger
 from tests.end_to_end.training import GQA, MODEL, ROPE, TRAINING, Trainer
 
 BIN = Path(sys.executable).parent
@@ -28,7 +29,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_torchrun_trains_with_an_unmodified_script_and_writes_what_each_rank_sent(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    flags = [*MODEL.split(), *TRAINING.split(), *trainer.data_flags, *BASP.split(), "--basp-ledger", "sent.json"]
+    flags = [*MODEL.split(), *TRAINING.split(), *trainer.data_flags, *BASP.split(), "--basp-ledger", "sent.jsonl"]
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *LAUNCH, SCRIPT, *flags]
     done = run(*torchrun, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -36,9 +37,11 @@ def test_torchrun_trains_with_an_unmodified_script_and_writes_what_each_rank_sen
     assert "sequences at K = 2" in done.stdout
     assert "iteration       10/      10" in done.stdout
     for rank in (0, 1):
-        sent = json.loads((tmp_path / f"sent.rank{rank}.json").read_text())
-        assert sent["rank"] == rank
-        assert sent["sent_bytes_to_peer"] == {str(1 - rank): sent["sent_bytes"]} and sent["sent_bytes"] > 0
+        ledger = read_ledger(tmp_path / f"sent.rank{rank}.jsonl")
+        assert ledger.header.rank == rank and ledger.is_complete
+        assert [step.step for step in ledger.of("training")] == list(range(1, 11))
+    assert "sent by rank 0, a training step of 10 (basp)" in done.stdout
+    assert "process groups made for this" in done.stdout
 
 
 def test_bad_input_makes_the_launcher_exit_with_2_and_one_line(tmp_path: Path) -> None:

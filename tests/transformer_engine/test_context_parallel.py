@@ -131,7 +131,10 @@ def by_ours(rank: int, plan: BatchPlan, drawn: tuple[Tensor, ...]) -> Part:
     attention = BaspAttention(groups, holder, {plan.ranks: CausalSDPA(SCALE)}, ledger, layer=1)
     *inputs, gradient = (stream_of(plan, rank, x) for x in drawn)
     part = measured(lambda *qkv: attention(*qkv, None), inputs, gradient)
-    assert (part.collectives, part.sent_bytes) == (sum(ledger.collectives.values()), ledger.total_bytes)
+    assert (part.collectives, part.sent_bytes) == (
+        ledger.page.collectives.total(),
+        ledger.page.sent_bytes_to_peer.total(),
+    )
     return part
 
 

@@ -563,7 +563,7 @@ def test_help_says_what_each_flag_does_and_how_they_fit_together():
         "--basp-cluster NAME|FILE",
         "The planner then goes by seconds",
         "--basp-ledger FILE",
-        "ledger.rank0.json",
+        "ledger.rank0.jsonl",
     ):
         assert taught in text
 

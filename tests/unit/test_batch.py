@@ -71,10 +71,9 @@ def edges(plan, parts, rank):
 
 def rolled(plan, parts, rank):
     """A rank's rolled stream; the edges are looked up in the others' streams."""
-    shares = plan.shares(rank)
 
-    def edge_of_next(share, edge):
-        wave = shares.index(share)
+    def edge_of_next(wave, share, edge):
+        assert share == plan.shares(rank)[wave]
         assert torch.equal(edge, edges(plan, parts, rank)[wave])
         if share.rank_in_group == share.group_size - 1:
             return torch.zeros_like(edge)

@@ -20,6 +20,7 @@ PURE = [
     "fabric_fit",
     "hardware_file",
     "ledger",
+    "ledger_file",
     "plan",
     "text_files",
     "atomic_files",

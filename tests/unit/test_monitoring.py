@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_basp.exchange_timer import ExchangeTimer
+from megatron_basp.clock import HostSpan
 from megatron_basp.megatron.monitoring import check_throughput, peak_tflops
 
 
@@ -33,11 +33,10 @@ def test_a_throughput_above_the_peak_is_an_error_with_the_values() -> None:
         check_throughput(1012.5, "NVIDIA H100 80GB HBM3", rank=3)
 
 
-def test_the_timer_adds_up() -> None:
-    timer = ExchangeTimer(on_gpu=False)
-    with timer():
-        sum(range(1000))
-    once = timer.total_seconds()
-    with timer():
-        sum(range(1000))
-    assert 0 < once < timer.total_seconds() < 1
+def test_a_span_is_the_time_from_its_making_to_its_end() -> None:
+    outer, inner = HostSpan(), HostSpan()
+    sum(range(1000))
+    inner.stop()
+    outer.stop()
+    sum(range(1000))
+    assert inner.is_over() and 0 < inner.seconds() < outer.seconds() < 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_basp.attention import BaspAttention
-from megatron_basp.ledger import Exchange, Ledger
+from megatron_basp.ledger import Collective, Ledger
 from megatron_basp.megatron.multi_token import attentions_in_a_pass, number_behind_decoder, weighing_losses
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.schedule import check_exchanges
@@ -56,10 +56,11 @@ def test_a_repeated_layer_attends_once_for_each_depth(repeated, expected):
 @pytest.mark.parametrize("found", [0, 3, 13])
 def test_a_predicting_layer_that_did_not_exchange_for_each_depth_is_refused(found):
     plan = plan_batch((8,) * 1, 2, Limits(2, 2))
-    counted = Counter({Exchange(1, "qkv", "forward", 2): 2, Exchange(5, "qkv", "forward", 2): found})
+    first, fifth = (Collective("exchange", "qkv", "a group", 2, layer, 0, "forward") for layer in (1, 5))
+    counted = Counter({first: 2, fifth: found})
     with pytest.raises(RuntimeError, match=f"layer 5 exchanged {found} times in groups of 2 .* have 6 times"):
         check_exchanges(plan, Counter({1: 1, 5: 3}), 2, counted, rank=0)
-    counted[Exchange(5, "qkv", "forward", 2)] = 6
+    counted[fifth] = 6
     check_exchanges(plan, Counter({1: 1, 5: 3}), 2, counted, rank=0)
 
 

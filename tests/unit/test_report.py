@@ -4,6 +4,7 @@ import pytest
 
 from megatron_basp.megatron.report import print_plan
 from megatron_basp.plan import Limits, plan_batch
+from megatron_basp.process_groups import SequenceGroups
 from megatron_basp.run_flags import plain_flags
 from tests.settings import small_settings
 
@@ -15,8 +16,9 @@ TWO_HOSTS = {rank: "ab"[rank // 4] for rank in range(8)}
 def printed(capsys):
     """The table's text, with line breaks and borders turned to single spaces."""
 
-    def print_it(settings, cp_groups=(tuple(range(8)),), domain_of_rank=ONE_HOST):
-        print_plan(settings, cp_groups, domain_of_rank)
+    def print_it(settings, cp_groups=(tuple(range(8)),), domain_of_rank=ONE_HOST, communicator_bytes=None):
+        groups = SequenceGroups("cp", 0, {4: "four", 8: "cp"}, "alone", created=10)
+        print_plan(settings, cp_groups, domain_of_rank, groups, communicator_bytes)
         words = (word.strip("│┃|─━┌┐└┘├┤┬┴┼╭╮╰╯╇╈┡┩┏┓") for word in capsys.readouterr().out.split())
         return " ".join(word for word in words if word)
 
@@ -99,3 +101,15 @@ def test_evaluation_at_another_batch_size_has_a_section_of_its_own(printed):
     training, evaluation = printed(small_settings(2, eval_micro_batch_size=8)).split("micro-batch B, evaluation")
     assert "sequences at K = 4: 2" in training
     assert evaluation.startswith(" 8 sequences of S = 64 tokens") and "sequences at K = 1: 8" in evaluation
+
+
+def test_process_groups_are_counted_and_gloo_takes_no_memory_of_a_device(printed):
+    text = printed(small_settings(3))
+    # Of K = 8 it is Megatron's own.
+    assert "process groups made for this 10 in the world, this rank is in 2" in text
+    assert "device memory of the exchange's communicators none: gloo connects through the host's memory" in text
+
+
+def test_memory_of_communicators_on_a_device_is_told_in_whole_mebibytes(printed):
+    text = printed(small_settings(3), communicator_bytes=300 * 2**20 + 4096)
+    assert "device memory of the exchange's communicators 300 MiB on this rank, measured" in text
