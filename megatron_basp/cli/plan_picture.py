@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_basp.plan import BatchPlan, Share
 from megatron_basp.training_spec import TrainingSpec
@@ -17,50 +17,47 @@ CROSSING = "#cc0000"
 CELLS_PER_LINE, LEAST_WIDTH, GAP, LINE_HEIGHT, CAPTION_HEIGHT = 32, 9, 0.7, 2.0, 1.0
 
 
-@dataclass(frozen=True)
-class Place:
-    """Of a rank: its node, which cell of it, of how many."""
+class Place(NamedTuple):
+    """Of a rank: its node, and the how many-th rank there it is."""
 
-    node: int
+    node: Hashable
     cell: int
-    cells: int
 
 
-def places(training: TrainingSpec, replica: int) -> list[Place]:
-    """Of the CP ranks of one replica, in Megatron's usual order of ranks: TP devices after one another are one."""
-    node, tensor_parallel = training.cluster.gpus_per_node, training.parallelism.tensor_model_parallel_size
-    ranks = training.parallelism.context_parallel_size
-    cells = max(1, node // tensor_parallel)
-    devices = [(replica * ranks + rank) * tensor_parallel for rank in range(ranks)]
-    return [Place(device // node, min(device % node // tensor_parallel, cells - 1), cells) for device in devices]
+def places(training: TrainingSpec) -> list[list[Place]]:
+    """Of the ranks of each replica that sits in nodes in a way of its own; tensor-parallel ranks are one."""
+    taken: Counter[Hashable] = Counter()
+    found = []
+    for nodes in training.placement.domains[:: training.parallelism.tensor_model_parallel_size]:
+        found.append([])
+        for node in nodes:
+            found[-1].append(Place(node, taken[node]))
+            taken[node] += 1
+    return found
 
 
 def crossing_groups(shares: Sequence[Share], where: Sequence[Place]) -> set[int]:
     """Groups of a wave whose ranks are in several nodes."""
-    nodes: dict[int, set[int]] = {}
+    nodes: dict[int, set[Hashable]] = {}
     for share, place in zip(shares, where, strict=True):
         nodes.setdefault(share.group_index, set()).add(place.node)
     return {group for group, of_group in nodes.items() if len(of_group) > 1}
 
 
 def draw(training: TrainingSpec, plan: BatchPlan, title: str, file: Path) -> None:
-    """Draw one context-parallel group: of all replicas, one with the most groups that leave a node."""
+    """Draw one context-parallel group: of all replicas, one with the most groups that straddle nodes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     waves = list(zip(*(plan.shares(rank) for rank in range(plan.ranks)), strict=True))
-    # Nodes and groups repeat: what the first replicas do not show, no later one does.
-    replicas = range(min(training.parallelism.data_parallel_size, training.cluster.gpus_per_node))
-
-    def crossings(replica: int) -> int:
-        return sum(len(crossing_groups(wave, places(training, replica))) for wave in waves)
-
-    where = places(training, max(replicas, key=crossings))
-    lines = _lines(where)
+    where = max(places(training), key=lambda of_group: sum(len(crossing_groups(wave, of_group)) for wave in waves))
+    fullest = max(place.cell for of_group in places(training) for place in of_group) + 1
+    cells = max(fullest, training.cluster.gpus_per_node // training.parallelism.tensor_model_parallel_size)
+    lines = _lines(where, cells)
     height = LINE_HEIGHT * len(lines) + CAPTION_HEIGHT
-    right, top = max(len(lines[0]) * (where[0].cells + GAP) - GAP, LEAST_WIDTH) + 0.3, 1.6
+    right, top = max(len(lines[0]) * (cells + GAP) - GAP, LEAST_WIDTH) + 0.3, 1.6
     bottom = -height * len(waves)
     scale = min(0.75, 14 / right)  # inches to a cell
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
@@ -74,7 +71,7 @@ def draw(training: TrainingSpec, plan: BatchPlan, title: str, file: Path) -> Non
             y = -height * index
             crossing = crossing_groups(wave, where)
             ax.text(0, y - 0.35, _caption(index, len(waves), wave, crossing), fontsize=9, weight="bold", va="center")
-            _draw_wave(ax, y - CAPTION_HEIGHT, wave, where, lines, crossing)
+            _draw_wave(ax, y - CAPTION_HEIGHT, wave, where, lines, cells, crossing)
         # Without its date a picture of the same plan is the same file.
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
         pyplot.close(figure)
@@ -105,36 +102,40 @@ def _caption(index: int, waves: int, wave: Sequence[Share], crossing: set[int]) 
     return f"{number}{rows} sequence{'s' if rows > 1 else ''} at K = {size}, {said}"
 
 
-def _lines(where: Sequence[Place]) -> list[list[int]]:
+def _lines(where: Sequence[Place], cells: int) -> list[list[Hashable]]:
     """The nodes, some to a line."""
     nodes = list(dict.fromkeys(place.node for place in where))
-    per_line = max(1, CELLS_PER_LINE // where[0].cells)
+    per_line = max(1, CELLS_PER_LINE // cells)
     return [nodes[i : i + per_line] for i in range(0, len(nodes), per_line)]
 
 
 def _draw_wave(
-    ax: Any, top: float, wave: Sequence[Share], where: Sequence[Place], lines: list[list[int]], crossing: set[int]
+    ax: Any,
+    top: float,
+    wave: Sequence[Share],
+    where: Sequence[Place],
+    lines: list[list[Hashable]],
+    cells: int,
+    crossing: set[int],
 ) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     corner = {
-        node: (column * (where[0].cells + GAP), top - line * LINE_HEIGHT)
+        node: (column * (cells + GAP), top - line * LINE_HEIGHT)
         for line, nodes in enumerate(lines)
         for column, node in enumerate(nodes)
     }
     for node, (x, y) in corner.items():
-        shape = FancyBboxPatch(
-            (x, y - 1), where[0].cells, 1, boxstyle="round,pad=0.12", facecolor="0.95", edgecolor="0.45"
-        )
+        shape = FancyBboxPatch((x, y - 1), cells, 1, boxstyle="round,pad=0.12", facecolor="0.95", edgecolor="0.45")
         ax.add_patch(shape)
         ax.text(x, y + 0.2, f"node {node}", fontsize=7, color="0.35", va="bottom")
     spans: dict[tuple[int, float], list[float]] = {}
     ranks = enumerate(zip(wave, where, strict=True))
     for (group, node), run in groupby(ranks, key=lambda one: (one[1][0].group_index, one[1][1].node)):
-        cells = list(run)
+        ranks_here = list(run)
         x, y = corner[node]
-        left, right = x + cells[0][1][1].cell, x + cells[-1][1][1].cell + 1
-        _draw_run(ax, left, right, y, cells, is_crossing=group in crossing)
+        left, right = x + ranks_here[0][1][1].cell, x + ranks_here[-1][1][1].cell + 1
+        _draw_run(ax, left, right, y, ranks_here, is_crossing=group in crossing)
         if group in crossing:
             spans.setdefault((group, y), []).extend((left, right))
     for (_, y), ends in spans.items():

@@ -262,12 +262,13 @@ def test_the_picture_names_every_sequence_and_node(plan, tmp_path):
 def test_groups_that_cross_nodes_are_found_from_the_placement_of_ranks():
     run = training(context_parallel_size=6, data_parallel_size=2, seq_length=1536)
     plan = plan_batch((1536,) * 2, 6, Limits(6, 6, group_size=3))
-    for replica, crossing in ((0, {1}), (1, {0})):  # ranks 0 to 5, and 6 to 11, in nodes of 4
-        wave = [plan.shares(rank)[0] for rank in range(6)]
-        assert crossing_groups(wave, places(run, replica)) == crossing
-    # 2 tensor-parallel GPUs a rank make half of it.
-    where = places(training(tensor_model_parallel_size=2), 0)
-    assert [(place.node, place.cell) for place in where[:5]] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    wave = [plan.shares(rank)[0] for rank in range(6)]
+    first, second = places(run)  # ranks 0 to 5, and 6 to 11, in nodes of 4
+    assert crossing_groups(wave, first) == {1} and crossing_groups(wave, second) == {0}
+    assert second == [(1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
+    # 2 tensor-parallel GPUs are one rank here.
+    (where,) = places(training(tensor_model_parallel_size=2))
+    assert where == [(node, cell) for node in range(4) for cell in range(2)]
 
 
 @pytest.mark.parametrize("sizes", [{"context_parallel_size": 2}, {"tensor_model_parallel_size": 8}])
