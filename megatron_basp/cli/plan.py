@@ -34,7 +34,15 @@ examples:
   megatron-basp plan --cluster a100-40gb-2x4 --model llama3.1-8b --ranks 8 -- --context-parallel-size 8 \\
       --micro-batch-size 2 --seq-length 8192 --bf16 --use-megatron-fsdp --recompute-activations
 
-exit status: 0; 2 bad input, or no plan fits the memory (one line on stderr, with what would make it fit).
+  megatron-basp plan --check runs/ledger.jsonl --cluster h100-8
+
+exit status: 0; 2 bad input, or no plan fits the memory (one line on stderr, with what would make it fit); 1 --check
+found other bytes than predicted.
+
+--check predicts what attention's exchanges send in a training step from the run that the ledger's header describes,
+and holds it to the count of every step, by wave, operation and direction, split into bytes inside nodes and across.
+With --cluster the modelled seconds stand beside those measured; they are not judged. Its document of --json: verdict
+(equal, different), exchanges (rank, kind, predicted, counted, steps, differs_in_step), cluster, seconds.
 
 document of --json; everything is modelled, seconds and bytes are of one step and one rank:
   choice             waves [{rows (their number), group_size}], step_seconds, speedup_over_ulysses (null: see
@@ -96,12 +104,22 @@ def add_parser(subcommands: Any) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw ranks, nodes and groups, wave by wave: .png, .svg or .pdf"
     )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="LEDGER",
+        help="hold the model to what a run counted: a file of --basp-ledger, or FILE as it was given, for all ranks",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
     parser.add_argument("flags", nargs="*", metavar="Megatron's flags", help="behind --")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.check is not None:
+        from megatron_basp.cli.plan_check import run_check
+
+        return run_check(options)
     if options.plot is not None and options.plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigurationError(f"--plot {options.plot}: name a file that ends with .png, .svg or .pdf")
     asked = question(options)
