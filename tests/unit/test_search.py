@@ -25,7 +25,7 @@ def one_by_one(run):
     return min(found)
 
 
-@pytest.mark.parametrize("memory_bytes", [80e9, 2.2e9])
+@pytest.mark.parametrize("memory_bytes", [80e9, 2.23e9, 2.2e9])
 @pytest.mark.parametrize("data_parallel_size", [1, 2])
 def test_the_best_of_all_micro_batches_and_recomputes_is_found(memory_bytes, data_parallel_size):
     run = training(
@@ -48,8 +48,9 @@ def test_where_it_starts_does_not_matter():
     assert found[0] == found[1]
 
 
-def test_the_best_plain_run_may_recompute_where_basp_does_not():
-    run = training(global_batch_size=12)
+@pytest.mark.parametrize(("memory_bytes", "recompute"), [(80e9, "none"), (2.23e9, "full")])
+def test_the_best_plain_run_is_that_of_all_recomputes_within_the_memory(memory_bytes, recompute):
+    run = training(replace(CLUSTER, memory_bytes=memory_bytes), global_batch_size=12)
     result = search(run)
     plain = result.comparison.plain
     every = [
@@ -59,6 +60,7 @@ def test_the_best_plain_run_may_recompute_where_basp_does_not():
         if fits_memory(one.training, one.cost)
     ]
     assert plain.cost.step_seconds == min(one.cost.step_seconds for one in every)
+    assert plain.training.parallelism.recompute == recompute
     assert plain.training.global_batch_size == 12
     assert plain.training.parallelism.devices == run.parallelism.devices
     assert result.tried > len(every) > 10
