@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := setup
-.PHONY: help setup demo test test-all test-te test-gpu test-versions support-table simulate lint format lock clean
+.PHONY: help setup demo test test-all test-te test-gpu test-versions cost-model support-table simulate lint format lock clean
 
 BIN := .venv/bin
 
@@ -30,6 +30,9 @@ test-gpu: setup ## what needs a GPU: Transformer Engine's kernels, in .venv-te; 
 
 test-versions: setup ## hooks and small runs with each Megatron release, and with checkouts: MEGATRON="path path"
 	@$(BIN)/python -m tests.versions $(MEGATRON) $(if $(ARGS),-- $(ARGS))
+
+cost-model: setup ## write the tables of docs/cost-model.md anew and draw its figure: modelled beside published
+	@$(BIN)/python -m scripts.figures.cost_model
 
 support-table: setup ## write the README's table of features anew from the tests that show them
 	@$(BIN)/python -m tests.support_table

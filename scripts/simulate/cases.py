@@ -49,8 +49,8 @@ def all_cases() -> list[Case]:
     llama, paper = load_model("llama3.1-70b", CONFIGS / "models"), load_model("llama3.1-8b", CONFIGS / "models")
     # No GPU without NVLink is in the library; here what stays inside a node is slower than what leaves it.
     slow_inside = replace(h100, name="h100-8, slow inside", within=replace(h100.within, bytes_per_second={8: 12e9}))
-    # 48 heads can be shared by 3, 6 and 12 ranks.
-    of_48 = replace(llama, heads=48, kv_heads=48)
+    # Heads that 3, 6 and 12 ranks can share, and 144.
+    of_48, of_144 = replace(llama, heads=48, kv_heads=48), replace(llama, heads=144, kv_heads=144)
     return [
         *sweep_cases(h100, many_heads(paper)),
         case("the paper's: BASP", cluster("a100-40gb-2x4"), paper, ranks=8, rows=2),
@@ -59,7 +59,9 @@ def all_cases() -> list[Case]:
         case("3 sequences on 64 ranks", a100, llama, ranks=64, rows=3),
         case("12 sequences on 64 ranks", a100, llama, ranks=64, rows=12),
         case("7 sequences, 8 cards a node", cluster("a100-80gb-8-8nic"), llama, ranks=64, rows=7),
-        case("groups span 2 nodes", a100, llama, ranks=32, rows=2),
+        case("groups span 2 nodes", a100, llama, ranks=32, rows=2, group_size=16),
+        case("the same, 1,024 tokens", a100, llama, ranks=32, rows=2, seq_length=1024, group_size=16),
+        case("two racks of 72", cluster("gb200-72"), of_144, ranks=144, rows=16, seq_length=27648, group_size=144),
         case("two replicas share a node", a100, llama, ranks=4, rows=2, replicas=4, group_size=4),
         case("TP=2: 4·2 GPUs fit a node", a100, llama, ranks=16, rows=4, tensor_parallel=2),
         case("TP=2: 8·2 GPUs span 2", a100, llama, ranks=16, rows=2, tensor_parallel=2),

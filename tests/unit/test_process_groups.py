@@ -1,4 +1,4 @@
-"""Communicators made at the start. (Which ranks form a group: test_placement.py; groups: tests/distributed)"""
+"""Communicators of the groups. (The groups themselves: tests/distributed/test_sequence_groups.py)"""
 
 import torch
 import torch.distributed as dist
