@@ -31,18 +31,18 @@ def _against_modelled(comparison: Comparison) -> str:
     if more > RESOLVED_SHARE:
         same = f" The same as BASP's choice is {_sizes(equivalent)}." if equivalent else ""
         return (
-            f"Plain flags are faster here: with {_sizes(plain)} and {_micro_batches(plain)} a step of stock Megatron "
+            f"Plain flags are faster here: a step of stock Megatron with {_sizes(plain)} and {_micro_batches(plain)} "
             f"takes {plain.cost.step_seconds * 1e3:.0f} ms, and BASP's {more:.1%} more.{same}"
         )
     if equivalent is not None:
         return f"Plain flags do as well here: {_sizes(equivalent)} of stock Megatron is the same as BASP's choice."
     if more >= -RESOLVED_SHARE:
         return (
-            f"Plain flags do as well here: with {_sizes(plain)} and {_micro_batches(plain)} a step of stock Megatron "
+            f"Plain flags do as well here: a step of stock Megatron with {_sizes(plain)} and {_micro_batches(plain)} "
             f"takes the same time to {RESOLVED_SHARE:.0%}, which the model does not resolve."
         )
     return (
-        f"BASP is faster: a step of the fastest plain flags by a2a, {_sizes(plain)} with {_micro_batches(plain)}, "
+        f"BASP is faster: a step of the fastest plain flags by a2a, {_sizes(plain)} and {_micro_batches(plain)}, "
         f"takes {plain.cost.step_seconds / seconds - 1:.1%} more."
     )
 
@@ -53,4 +53,4 @@ def _sizes(plain: PlainFlags) -> str:
 
 def _micro_batches(plain: PlainFlags) -> str:
     number = plain.training.micro_batches
-    return f"{number} micro-batch{'es' if number > 1 else ''} a step"
+    return f"{number} micro-batch{'es' if number > 1 else ''}"
