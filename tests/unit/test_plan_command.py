@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,7 @@ def test_accumulation_with_plain_flags_is_called_faster_where_it_is(document, pl
     assert found["choice"]["speedup_over_plain"] < 0.99
     assert found["plain"]["step_seconds"] < found["choice"]["step_seconds"]
     assert found["verdict"].startswith("Plain flags are faster here")
+    assert found["plain"]["flags"].startswith("--context-parallel-size 2 --micro-batch-size 1 ")  # as the README says
     assert "Plain flags are faster here" in plan(*words)[1]
 
 
@@ -95,6 +97,15 @@ def test_the_table_shows_every_candidate_its_reason_the_flags_and_that_it_is_mod
     assert "straddle nodes of 4" in out and "BASP is faster" in out
     _, out, _ = plan(*PAPER, "--micro-batch-size", 2)
     assert "Plain flags do as well here" in out and "fastest plain flags" not in out
+
+
+def test_the_readme_shows_what_the_command_prints(plan):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    example = re.search(r"\$ megatron-basp plan (.*?)\n( .*?)```", text, re.DOTALL)
+    words = re.sub(r"\\\n", " ", text[example.start(1) :]).split("\n")[0].split()
+    printed = {" ".join(line.split()) for line in plan(*words)[1].splitlines()}
+    shown = text[example.start(1) : example.end(2)].split("params\n")[1].splitlines()
+    assert len(shown) == 5 and {" ".join(line.split()) for line in shown} <= printed
 
 
 def test_ranks_alone_are_n_and_beside_context_parallel_size_all_devices(document):
