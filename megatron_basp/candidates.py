@@ -174,6 +174,8 @@ def _plain(training: TrainingSpec, size: int, batch_size: int, method: ExchangeM
         return None
     if limits.heads % size or limits.kv_heads % size:
         return None
+    if training.seq_length * batch_size // size % training.token_multiple:
+        return None
     stock = replace(
         training,
         parallelism=replace(parallelism, context_parallel_size=size, data_parallel_size=replicas),
@@ -237,8 +239,10 @@ def _what_would_fit(training: TrainingSpec, plan: BatchPlan, memory: MemoryCost)
         f"has {room / 1e9:.1f} GB on {training.cluster.name}"
     )
     now = training.parallelism
+    # Megatron-FSDP, which shards gradients and parameters, has no pipeline stages.
+    shardings = get_args(Sharding) if now.pipeline_model_parallel_size == 1 else ("no_shard", "optim")
     for recompute in get_args(Recompute)[get_args(Recompute).index(now.recompute) :]:
-        for sharding in get_args(Sharding)[get_args(Sharding).index(now.sharding) :]:
+        for sharding in shardings[shardings.index(now.sharding) :]:
             changed = replace(training, parallelism=replace(now, sharding=sharding, recompute=recompute))
             if memory_of(changed, max(plan.group_sizes)).total_bytes <= room:
                 flags = []

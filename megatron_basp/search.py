@@ -15,7 +15,8 @@ from megatron_basp.errors import ConfigurationError
 from megatron_basp.placement import divisors
 from megatron_basp.training_spec import Recompute, TrainingSpec
 
-Watch = Callable[[list[TrainingSpec]], Iterable[TrainingSpec]]
+Sizes = tuple[Recompute, int]  # and the micro-batch
+Watch = Callable[[list[Sizes]], Iterable[Sizes]]
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ def search(training: TrainingSpec, group_size: int | None = None, watch: Watch =
     basp: list[tuple[TrainingSpec, Comparison]] = []
     too_large: list[DoesNotFit] = []
     impossible: list[ConfigurationError] = []
-    of_recompute = [
-        replace(training, parallelism=replace(training.parallelism, recompute=recompute))
+    of_recompute: dict[Recompute, TrainingSpec] = {
+        recompute: replace(training, parallelism=replace(training.parallelism, recompute=recompute))
         for recompute in get_args(Recompute)
-    ]
+    }
     # The smallest comes last.
-    runs = [replace(one, micro_batch_size=size) for one in of_recompute for size in reversed(divisors(samples))]
-    for run in watch(runs):
+    runs = [(recompute, size) for recompute in of_recompute for size in reversed(divisors(samples))]
+    for recompute, size in watch(runs):
         try:
+            run = replace(of_recompute[recompute], micro_batch_size=size)
             basp.append((run, compare_plans(run, group_size)))
         except DoesNotFit as error:
             too_large.append(error)
@@ -62,12 +64,12 @@ def search(training: TrainingSpec, group_size: int | None = None, watch: Watch =
             impossible.append(error)
     if not basp:
         raise (too_large or impossible)[-1]
-    plain = [run for one in of_recompute for run in plain_runs(one)]
-    fitting = [run for run in plain if fits_memory(run.training, run.cost)]
-    best, comparison = min(basp, key=lambda run: run[1].chosen.cost.step_seconds)
+    plain = [stock for one in of_recompute.values() for stock in plain_runs(one)]
+    fitting = [stock for stock in plain if fits_memory(stock.training, stock.cost)]
+    best, comparison = min(basp, key=lambda one: one[1].chosen.cost.step_seconds)
     return SearchResult(
         training=best,
-        comparison=replace(comparison, plain=min(fitting, key=lambda run: run.cost.step_seconds, default=None)),
+        comparison=replace(comparison, plain=min(fitting, key=lambda stock: stock.cost.step_seconds, default=None)),
         tried=len(basp) + len(too_large) + len(plain),
         too_large=len(too_large) + len(plain) - len(fitting),
     )

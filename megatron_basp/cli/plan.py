@@ -12,8 +12,7 @@ from megatron_basp.candidates import compare_plans
 from megatron_basp.cli.plan_inputs import question
 from megatron_basp.cli.plan_result import PlanResult
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.search import search
-from megatron_basp.training_spec import TrainingSpec
+from megatron_basp.search import Sizes, search
 
 DESCRIPTION = """
 Will groups of ranks be faster for your model, your lengths, your cluster; by how much; what leaves a node; is it worth
@@ -29,7 +28,7 @@ EPILOG = """
 examples:
   megatron-basp plan --ranks 8 --micro-batch-size 3 --seq-length 16384 --model llama3.2-3b \\
       --cluster a100-40gb-2x4 --data-parallel-sharding-strategy optim_grads_params
-  megatron-basp plan --search --ranks 8 --micro-batch-size 1 --global-batch-size 24 --seq-length 16384 \\
+  megatron-basp plan --search --ranks 8 --global-batch-size 24 --seq-length 16384 \\
       --model qwen2.5-3b --cluster a100-40gb-2x4 --data-parallel-sharding-strategy optim_grads_params
   megatron-basp plan --cluster a100-40gb-2x4 --model llama3.1-8b --ranks 8 -- --context-parallel-size 8 \\
       --micro-batch-size 2 --seq-length 8192 --bf16 --use-megatron-fsdp --recompute-activations
@@ -99,7 +98,7 @@ def add_parser(subcommands: Any) -> None:
         "--search",
         action="store_true",
         help="with the same global batch, try every micro-batch, K and recompute, and plain flags with every "
-        "context parallelism too; B and --recompute-granularity are where it starts, and do not matter",
+        "context parallelism too; B (then optional) and --recompute-granularity do not matter",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw ranks, nodes and groups, wave by wave: .png, .svg or .pdf"
@@ -143,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _progress(runs: list[TrainingSpec]) -> Iterable[TrainingSpec]:
+def _progress(runs: list[Sizes]) -> Iterable[Sizes]:
     """A bar, where it takes longer than a second."""
     from tqdm import tqdm
 

@@ -55,8 +55,9 @@ def run_check(options: argparse.Namespace) -> int:
 
 def files(path: Path) -> list[Path]:
     """The file itself, or those of all ranks where it is what `--basp-ledger` was given."""
-    of_ranks = sorted(path.parent.glob(f"{path.stem}.rank*{path.suffix}")) if not path.exists() else []
-    return of_ranks or [path]
+    if path.exists():
+        return [path]
+    return sorted(path.parent.glob(f"{path.stem}.rank*{path.suffix}"), key=lambda one: (len(one.name), one)) or [path]
 
 
 def _times(ledgers: list[LedgerFile], checks: list[Check], cluster: str | None) -> list[Time]:
@@ -103,19 +104,19 @@ def _document(checks: list[Check], times: list[Time], cluster: str | None) -> di
 def _print(ledgers: list[LedgerFile], checks: list[Check], times: list[Time], cluster: str | None) -> None:
     """Tables of the first rank; what differs, of all."""
     console = Console(width=120, highlight=False)
-    ranks = [ledger.header.rank for ledger in ledgers]
+    first = ledgers[0].header.rank
     if checks:
-        console.print(_table_of_bytes([one for one in checks if one.rank == ranks[0]]))
+        console.print(_table_of_bytes([one for one in checks if one.rank == first]))
     else:
         console.print("every sequence stays on one rank: nothing should be exchanged, and nothing was")
     if cluster and checks:
-        console.print(_table_of_times([one for one in times if one.rank == ranks[0]], cluster, ledgers[0]))
+        console.print(_table_of_times([one for one in times if one.rank == first], cluster, ledgers[0]))
     different = [one for one in checks if one.differs_in is not None]
     for one in different:
         console.print(f"rank {one.rank}, step {one.differs_in}, wave {one.kind.wave}: {_difference(one)}")
     console.print(
         f"[bold]bytes: {f'{len(different)} of {len(checks)} differ' if different else 'equal'}[/bold], by wave, "
-        f"operation and direction, of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} in each of "
+        f"operation and direction, of {len(ledgers)} of {ledgers[0].header.world_size} ranks in each of "
         f"{len(ledgers[0].of('training'))} training steps"
     )
 

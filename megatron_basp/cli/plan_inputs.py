@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from dataclasses import dataclass
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.library import MODELS, named_cluster, named_model, names, no_cluster
-from megatron_basp.training_spec import Parallelism, TrainingSpec
+from megatron_basp.training_spec import Parallelism, Sharding, TrainingSpec
 
 # Options that Megatron has too, and that a command line of Megatron's says by itself.
 SIZES = """
@@ -38,26 +37,31 @@ def question(options: argparse.Namespace) -> Question:
 def _from_options(options: argparse.Namespace) -> Question:
     if options.cluster is None:
         raise ConfigurationError(no_cluster())
-    for name in ("model", "seq_length", "micro_batch_size"):
-        if getattr(options, name) is None:
-            flag = "--" + name.replace("_", "-")
-            known = f" with a file, or one of {', '.join(names(MODELS))}" if name == "model" else ""
-            raise ConfigurationError(f"{flag} is missing: give it{known}, or a command line of Megatron's behind --")
     parallelism = _parallelism(options)
-    if options.micro_batch_size < 1:
-        raise ConfigurationError(f"--micro-batch-size must be 1 or more, got {options.micro_batch_size}")
+    batch_size = options.micro_batch_size
+    if options.search and options.global_batch_size is not None and batch_size is None:
+        batch_size = options.global_batch_size // parallelism.data_parallel_size
+    for flag, value in {
+        "--model": options.model,
+        "--seq-length": options.seq_length,
+        "--micro-batch-size": batch_size,
+    }.items():
+        if value is None:
+            known = f" with a file, or one of {', '.join(names(MODELS))}" if flag == "--model" else ""
+            raise ConfigurationError(f"{flag} is missing: give it{known}, or a command line of Megatron's behind --")
+    if batch_size < 1:
+        raise ConfigurationError(f"--micro-batch-size must be 1 or more, got {batch_size}")
     _check_length(options.seq_length, parallelism.context_parallel_size)
-    samples = options.micro_batch_size * parallelism.data_parallel_size
+    samples = batch_size * parallelism.data_parallel_size
     training = TrainingSpec(
         model=named_model(options.model),
         cluster=named_cluster(options.cluster),
         parallelism=parallelism,
         seq_length=options.seq_length,
-        micro_batch_size=options.micro_batch_size,
+        micro_batch_size=batch_size,
         global_batch_size=samples if options.global_batch_size is None else options.global_batch_size,
         precision=options.precision or "bf16",
     )
-    _check_as_training_would(training)
     return Question(training, options.basp_group_size, options.model, options.cluster)
 
 
@@ -81,13 +85,19 @@ def _parallelism(options: argparse.Namespace) -> Parallelism:
                 f"use a multiple of {model_ranks}"
             )
         data_parallel = options.ranks // model_ranks
+    sharding: Sharding = options.data_parallel_sharding_strategy or "no_shard"
+    if stages > 1 and sharding in ("optim_grads", "optim_grads_params"):
+        raise ConfigurationError(
+            f"--data-parallel-sharding-strategy {sharding} is Megatron-FSDP, which has no pipeline stages: use "
+            f"--pipeline-model-parallel-size 1, or optim"
+        )
     return Parallelism(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=stages,
         context_parallel_size=ranks,
         data_parallel_size=data_parallel,
         expert_model_parallel_size=_given(options, "expert_model_parallel_size"),
-        sharding=options.data_parallel_sharding_strategy or "no_shard",
+        sharding=sharding,
         recompute=options.recompute_granularity or "none",
     )
 
@@ -106,24 +116,6 @@ def _check_length(length: int, ranks: int) -> None:
         raise ConfigurationError(
             f"Megatron wants S % (2·N) to be 0 for N context-parallel ranks, got S={length}, N={ranks}: the next "
             f"--seq-length that works is {max(1, -(-length // unit)) * unit}"
-        )
-
-
-def _check_as_training_would(training: TrainingSpec) -> None:
-    """What Megatron, or a mode, refuses later (`megatron/arguments.py`, `megatron/refusals.py`)."""
-    parallelism = training.parallelism
-    ranks, tensor_parallel = parallelism.context_parallel_size, parallelism.tensor_model_parallel_size
-    alignment = tensor_parallel * (16 if training.precision == "fp8" else 1)
-    if training.tokens % alignment:
-        unit = math.lcm(alignment * ranks, 2 * ranks)
-        raise ConfigurationError(
-            f"the T = B·S/N tokens of a rank are spread over TP ranks, and fp8 takes 16 at a time: T % {alignment} "
-            f"must be 0, got T={training.tokens}: use a --seq-length that is a multiple of {unit}"
-        )
-    if parallelism.sharding in ("optim_grads", "optim_grads_params") and parallelism.pipeline_model_parallel_size > 1:
-        raise ConfigurationError(
-            f"--data-parallel-sharding-strategy {parallelism.sharding} is Megatron-FSDP, which has no pipeline "
-            f"stages: use --pipeline-model-parallel-size 1, or optim"
         )
 
 

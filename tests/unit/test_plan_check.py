@@ -168,7 +168,7 @@ def command(tmp_path, capsys):
 
 def test_an_equal_ledger_exits_with_0_and_a_tampered_one_with_1(command):
     status, out, _ = command([[step(1), step(2)]] * 2)
-    assert status == 0 and "bytes: equal" in out and "of ranks 0, 1 in each of 2 training steps" in out
+    assert status == 0 and "bytes: equal" in out and "of 2 of 4 ranks in each of 2 training steps" in out
     worse = changed(step(2), "qkv", 0, "forward", same_node_bytes=4)
     status, out, _ = command([[step(1), step(2)], [step(1), worse]])
     assert status == 1 and "1 of 16 differ" in out

@@ -22,6 +22,7 @@ PAPER = """
     --ranks 8 --seq-length 16384 --model llama3.2-3b --cluster a100-40gb-2x4
     --data-parallel-sharding-strategy optim_grads_params
 """.split()
+STAGES = [*PAPER, "--micro-batch-size=2", "--pipeline-model-parallel-size=2", "--ranks=4", "--model=llama3.1-70b"]
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_ranks_alone_are_n_and_beside_context_parallel_size_all_devices(document
 
 
 def test_search_keeps_the_global_batch_and_shows_the_best_of_both(document, plan):
-    words = [*PAPER, "--micro-batch-size", 1, "--global-batch-size", 24, "--search"]
+    words = [*PAPER, "--global-batch-size", 24, "--search"]
     found = document(*words)
     assert found["training"]["global_batch_size"] == 24 and found["search"]["tried"] > 20
     assert "--global-batch-size 24" in found["choice"]["flags"] and "--global-batch-size 24" in found["plain"]["flags"]
@@ -217,10 +218,9 @@ def test_the_verdict_does_not_call_a_difference_that_the_model_cannot_resolve():
         ([*PAPER, "--micro-batch-size", "2", "--model", "llama9"], "there is no model llama9"),
         ([*PAPER, "--micro-batch-size", "2", "--cluster", "z80"], "bench fabric"),
         ([*PAPER, "--micro-batch-size", "2", "--data-parallel-sharding-strategy", "zero9"], "optim_grads_params"),
-        (
-            [*PAPER, "--micro-batch-size", "2", "--pipeline-model-parallel-size=2", "--ranks=4"],
-            "no pipeline stages",
-        ),
+        (STAGES, "no pipeline stages"),
+        ([*STAGES, "--data-parallel-sharding-strategy=optim"], "no sharding or recompute makes it fit"),
+        ([*PAPER, "--search"], "--micro-batch-size is missing"),
         ([*PAPER, "--micro-batch-size", "2", "--plot", "plan.doc"], ".svg"),
         ([*PAPER, "--micro-batch-size", "2", "--plot", "/nowhere/plan.svg"], "/nowhere/plan.svg"),
         ([*PAPER, "--micro-batch-size", "2", "--model", "llama3.1-8b"], "it would fit with --recompute-granularity"),

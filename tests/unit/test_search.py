@@ -83,12 +83,29 @@ def test_a_batch_that_no_ranks_can_share_is_refused_with_the_reason():
         search(training(model=replace(MODEL, heads=4, kv_heads=4), global_batch_size=1, micro_batch_size=1))
 
 
+def test_micro_batches_that_training_would_refuse_are_left_out():
+    """T = B·S/N must be a multiple of TP: 6 tokens a row here, and 4 tensor-parallel ranks."""
+    run = training(
+        model=replace(MODEL, heads=32, kv_heads=32),
+        seq_length=48,
+        micro_batch_size=6,
+        global_batch_size=6,
+        tensor_model_parallel_size=4,
+        context_parallel_size=8,
+    )
+    result = search(run)
+    assert result.training.micro_batch_size in (2, 6)
+    assert result.comparison.plain is None or result.comparison.plain.training.tokens % 4 == 0
+    with pytest.raises(ConfigurationError, match="T % 4 must be 0"):
+        replace(run, micro_batch_size=3)
+
+
 def test_progress_sees_every_run_once():
     seen = []
 
     def watch(runs):
         for run in runs:
-            seen.append((run.parallelism.recompute, run.micro_batch_size))
+            seen.append(run)
             yield run
 
     search(training(global_batch_size=12), watch=watch)
