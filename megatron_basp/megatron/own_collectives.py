@@ -24,6 +24,7 @@ one wait: its seconds stand there, and are unknown for the calls in it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -168,6 +169,7 @@ def uncounted_methods() -> list[str]:
     return sorted(set(returning) - METHODS.keys() - _SENDS_NOTHING)
 
 
+@functools.cache
 def part_of(description: str) -> str:
     """Which parallelism a process group of Megatron's belongs to, by the description that it gives the group."""
     name = description.removeprefix("EXPERT_") if "DATA_PARALLEL" in description else description
