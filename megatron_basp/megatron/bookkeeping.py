@@ -64,6 +64,8 @@ class Bookkeeper:
         self._own.uninstall()
         runtime.steps.turn("outside")
         runtime.steps.readers.remove(self.read)
+        if runtime.monitor is None:
+            runtime.ledger.clock = None
         while self._unwritten:
             self._write(*self._unwritten.popleft())
         self._writer.close()

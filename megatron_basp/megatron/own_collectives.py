@@ -13,13 +13,13 @@ Bytes are those that this rank sends, n ranks in the group, ranks and neighbours
     broadcast        down a ring from the root: the tensor to the next rank, but for the rank before the root
     reduce           down a ring to the root: the tensor to the next rank, but for the root
     all_to_all, gather, scatter, send    what is passed, to whom it is for: exact
-    receive, barrier, coalesced          nothing
+    receive, barrier, batch              nothing
 
 Libraries choose trees for small tensors, which send as much in sum and to other ranks. In a ring a rank sends to the
 next one only, so all of it is inside of a node or across nodes by where that rank is.
 
-Seconds are those of the call and of every `wait` for it. A batch of calls that torch starts together (`coalesced`) is
-one wait: its seconds stand there, and are unknown for the calls in it.
+Seconds are those of the call and of every `wait` for it. Calls that torch starts together count as `batched_send` and
+so on, without seconds: one waits for all of them, and that time is the `batch`'s.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ METHODS: dict[str, tuple[str, Callable[..., Sent]]] = {
     "recv": ("receive", _nothing),
     "recv_anysource": ("receive", _nothing),
     "barrier": ("barrier", _nothing),
-    "_end_coalescing": ("coalesced", _nothing),
+    "_end_coalescing": ("batch", _nothing),
 }
 _SENDS_NOTHING = {"reconfigure"}  # returns a Work as well
 
@@ -232,11 +232,11 @@ class OwnCollectives:
         def counted(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if ledger.is_exchanging:
                 return original(group, *args, **kwargs)
-            description = group.group_desc
-            collective = Collective(part_of(description), operation, description, group.size())
-            if operation == "coalesced":
+            if operation == "batch":
                 self._coalescing.discard(group.group_name)
             in_batch = group.group_name in self._coalescing
+            name, description = f"batched_{operation}" if in_batch else operation, group.group_desc
+            collective = Collective(part_of(description), name, description, group.size())
             with ledger.timed(collective):
                 work = original(group, *args, **kwargs)
             bytes_to, same_rank_bytes = sent_by(Place(group.rank(), group.size()), *args, **kwargs)

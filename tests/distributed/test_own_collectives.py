@@ -247,12 +247,12 @@ def test_calls_that_start_together_are_counted_each_and_waited_for_once(monkeypa
     page = ledger.turn()
     amounts = {c.operation: a for c, a in page.amounts(4, [0] * 6).items()}
     assert {name: (a.count, a.sent_bytes, a.seconds is None) for name, a in amounts.items()} == {
-        "send": (1, BYTES, True),
-        "receive": (1, 0, True),
-        "coalesced": (1, 0, False),
+        "batched_send": (1, BYTES, True),
+        "batched_receive": (1, 0, True),
+        "batch": (1, 0, False),
     }
     assert page.sent_bytes_to_peer == {5: BYTES}
-    assert len(next(tally for c, tally in page.items() if c.operation == "coalesced").spans) == 2
+    assert len(next(tally for c, tally in page.items() if c.operation == "batch").spans) == 2
 
 
 @pytest.mark.parametrize(
