@@ -172,10 +172,9 @@ def uncounted_methods() -> list[str]:
 @functools.cache
 def part_of(description: str) -> str:
     """Which parallelism a process group of Megatron's belongs to, by the description that it gives the group."""
-    name = description.removeprefix("EXPERT_") if "DATA_PARALLEL" in description else description
-    name = name.removeprefix("INTRA_PARTIAL_").removeprefix("INTER_PARTIAL_")
+    if "DATA_PARALLEL" in description and "TENSOR" not in description:
+        return "dp"
     beginnings = {
-        "DATA_PARALLEL_GROUP": "dp",
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "dp",
         "TENSOR_MODEL_PARALLEL_GROUP": "tp",
         "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -187,7 +186,7 @@ def part_of(description: str) -> str:
         "CONTEXT_PARALLEL_GROUP": "cp",
         "BASP_SEQUENCE_GROUP": "cp",
     }
-    return next((part for beginning, part in beginnings.items() if name.startswith(beginning)), "other")
+    return next((part for beginning, part in beginnings.items() if description.startswith(beginning)), "other")
 
 
 class OwnCollectives:
