@@ -1,8 +1,9 @@
 """What `--basp-ledger` costs: real training on CPU ranks, half of its steps with the ledger.
 
 Steps with and without it alternate inside one run (on, off, off, on, …), so that what else the machine does hits both.
-Beside the ratio of their times stands an estimate that noise reaches less: what the ledger adds to one collective and
-to write one line takes, measured in loops, times their number in a step, over the step.
+Their times are compared by the clock, and by the rank's own use of a processor, which waits leave out. Beside the
+ratios stands an estimate that noise reaches less: what the ledger adds to one collective, and what writing one line
+takes, measured in loops, times their number in a step, over the step.
 
     python scripts/figures/ledger_overhead.py --ranks 2 --pairs 100
 """
@@ -32,11 +33,11 @@ REPETITIONS = 2000
 
 
 class Measured(NamedTuple):
-    """Of rank 0: seconds of each step with the ledger and without, collectives of one step and what the ledger adds to
-    one, lines of one step."""
+    """Of rank 0: seconds of each step with the ledger and without, by the clock and of a processor; collectives of one
+    step and what the ledger adds to one, lines of one step."""
 
-    with_ledger: list[float]
-    without: list[float]
+    with_ledger: list[tuple[float, float]]
+    without: list[tuple[float, float]]
     collectives: int
     collective_seconds: float
     lines: int
@@ -57,12 +58,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         measured = run_ranks(lambda rank: train(options, Path(scratch)), options.ranks, Path(scratch) / "logs")[0]
         line_seconds = seconds_to_write(measured.header, measured.lines, Path(scratch) / "lines.jsonl")
-    ratios = [on / off for on, off in zip(measured.with_ledger, measured.without, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    step = statistics.median(measured.without)
+    step = statistics.median(seconds for seconds, _ in measured.without)
     estimated = measured.collectives * measured.collective_seconds + measured.lines * line_seconds
-    print(f"step without the ledger: {step * 1e3:.1f} ms (median of {len(ratios)}, {options.ranks} ranks)")
-    print(f"with / without, pair by pair: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}")
+    print(f"step without the ledger: {step * 1e3:.1f} ms (median of {len(measured.without)}, {options.ranks} ranks)")
+    for index, name in enumerate(("by the clock", "of a processor")):
+        pairs = zip(measured.with_ledger, measured.without, strict=True)
+        low, middle, high = statistics.quantiles((on[index] / off[index] for on, off in pairs), n=4)
+        print(f"with / without, {name}, pair by pair: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}")
     print(
         f"estimate: {measured.collectives} collectives · {measured.collective_seconds * 1e6:.1f} µs + "
         f"{measured.lines} lines · {line_seconds * 1e6:.1f} µs = {estimated * 1e3:.3f} ms, {estimated / step:.2%} of "
@@ -80,7 +82,7 @@ def train(options: argparse.Namespace, scratch: Path) -> Measured:
 
     runtime = hooks.install()
     headers: list[Header] = []
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     train_step = training.train_step
 
     @functools.wraps(train_step)
@@ -92,9 +94,9 @@ def train(options: argparse.Namespace, scratch: Path) -> Measured:
         with_ledger = taken % 4 in (0, 3)
         if with_ledger:
             runtime.bookkeeper = Bookkeeper(runtime, headers[0])
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         result = train_step(*args, **kwargs)
-        seconds[with_ledger].append(time.perf_counter() - start)
+        seconds[with_ledger].append((time.perf_counter() - start, time.process_time() - processor_start))
         return result
 
     training.train_step = timed
