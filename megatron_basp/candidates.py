@@ -7,6 +7,7 @@ would use.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -22,6 +23,10 @@ from megatron_basp.training_spec import Recompute, Sharding, TrainingSpec
 USABLE_SHARE_OF_MEMORY = 0.95  # the rest is what an allocator cannot hand out
 
 
+class DoesNotFit(ConfigurationError):
+    """No plan fits the memory."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One plan of the micro-batch and its cost; reason: one sentence."""
@@ -34,11 +39,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlainFlags:
-    """Stock Megatron over the same devices and samples: one K for all sequences."""
+    """Stock Megatron over the same devices and samples: one K for all sequences.
 
-    context_parallel_size: int
-    micro_batch_size: int
+    training: the run with other context parallelism, data parallelism and micro-batch.
+    """
+
+    training: TrainingSpec
     cost: StepCost
+
+    @property
+    def context_parallel_size(self) -> int:
+        return self.training.parallelism.context_parallel_size
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.training.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,8 @@ def compare_plans(training: TrainingSpec, group_size: int | None = None, method:
         group_size: K, where the user fixed it (`--basp-group-size`).
 
     Raises:
-        ConfigurationError: there is no plan, or none that fits the memory (with what would make it fit).
+        ConfigurationError: there is no plan.
+        DoesNotFit: none fits the memory; with what would make it fit.
     """
     lengths = (training.seq_length,) * training.micro_batch_size
     ranks = training.parallelism.context_parallel_size
@@ -74,12 +90,13 @@ def compare_plans(training: TrainingSpec, group_size: int | None = None, method:
     chosen_plan = plan_batch(lengths, ranks, replace(training.limits, group_size=group_size), cost_of)
     plans = {chosen_plan: None, **dict.fromkeys(_plans(training, lengths, cost_of))}
     costs = {plan: step_cost(training, plan, method) for plan in plans}
-    room = training.cluster.memory_bytes * USABLE_SHARE_OF_MEMORY
-    fitting = [plan for plan in plans if costs[plan].memory.total_bytes <= room]
-    if not fitting or (group_size is not None and chosen_plan not in fitting):
-        raise ConfigurationError(_what_would_fit(training, chosen_plan, costs[chosen_plan].memory, room))
+    fitting = [plan for plan in plans if fits_memory(training, costs[plan])]
     if chosen_plan not in fitting:
-        chosen_plan = min(fitting, key=lambda plan: costs[plan].step_seconds)
+        # A run is told to take another plan by its K, which it has for all rows.
+        uniform = [plan for plan in fitting if len(plan.waves) == 1]
+        if not uniform or group_size is not None:
+            raise DoesNotFit(_what_would_fit(training, chosen_plan, costs[chosen_plan].memory))
+        chosen_plan = min(uniform, key=lambda plan: costs[plan].step_seconds)
     least = costs[chosen_plan].step_seconds
     found = {
         plan: Candidate(plan, cost, plan in fitting, _reason(training, plan, cost, least, plan == chosen_plan))
@@ -90,7 +107,7 @@ def compare_plans(training: TrainingSpec, group_size: int | None = None, method:
         candidates=tuple(sorted(found.values(), key=lambda one: one.cost.step_seconds)),
         chosen=found[chosen_plan],
         ulysses=ulysses,
-        plain=_fastest_plain(training, method, room),
+        plain=_fastest_plain(training, method),
         equivalent=_equivalent(training, chosen_plan, method),
         refused={size: why for size in divisors(ranks) if (why := _why_not(training, size))},
     )
@@ -118,16 +135,28 @@ def _plans(training: TrainingSpec, lengths: tuple[int, ...], cost_of: CostOf) ->
     return plans
 
 
-def _fastest_plain(training: TrainingSpec, method: ExchangeMethod, room: float) -> PlainFlags | None:
+def fits_memory(training: TrainingSpec, cost: StepCost) -> bool:
+    return cost.memory.total_bytes <= _room_bytes(training)
+
+
+def _room_bytes(training: TrainingSpec) -> float:
+    return training.cluster.memory_bytes * USABLE_SHARE_OF_MEMORY
+
+
+def plain_runs(training: TrainingSpec, method: ExchangeMethod = OURS) -> Iterator[PlainFlags]:
+    """All stock runs over the same devices and samples, whether they fit the memory or not."""
     ranks = training.parallelism.context_parallel_size
-    found = []
     for size in divisors(ranks):
         replicas = training.parallelism.data_parallel_size * ranks // size
         for batch_size in divisors(training.global_batch_size // replicas or 1):
             plain = _plain(training, size, batch_size, method)
-            if plain is not None and plain.cost.memory.total_bytes <= room:
-                found.append(plain)
-    return min(found, key=lambda plain: plain.cost.step_seconds, default=None)
+            if plain is not None:
+                yield plain
+
+
+def _fastest_plain(training: TrainingSpec, method: ExchangeMethod) -> PlainFlags | None:
+    fitting = (plain for plain in plain_runs(training, method) if fits_memory(training, plain.cost))
+    return min(fitting, key=lambda plain: plain.cost.step_seconds, default=None)
 
 
 def _equivalent(training: TrainingSpec, plan: BatchPlan, method: ExchangeMethod) -> PlainFlags | None:
@@ -145,13 +174,15 @@ def _plain(training: TrainingSpec, size: int, batch_size: int, method: ExchangeM
         return None
     if limits.heads % size or limits.kv_heads % size:
         return None
+    if training.seq_length * batch_size // size % training.token_multiple:
+        return None
     stock = replace(
         training,
         parallelism=replace(parallelism, context_parallel_size=size, data_parallel_size=replicas),
         micro_batch_size=batch_size,
     )
     plan = plan_of_counts((training.seq_length,) * batch_size, size, {size: batch_size})
-    return PlainFlags(size, batch_size, step_cost(stock, plan, method))
+    return PlainFlags(stock, step_cost(stock, plan, method))
 
 
 def _reason(training: TrainingSpec, plan: BatchPlan, cost: StepCost, least_seconds: float, is_chosen: bool) -> str:
@@ -162,7 +193,11 @@ def _reason(training: TrainingSpec, plan: BatchPlan, cost: StepCost, least_secon
     if plan.group_sizes == (1,):
         crossing = "nothing is sent"
     more = cost.step_seconds / least_seconds - 1
-    judgement = "chosen" if is_chosen else f"the step takes {more:.1%} more" if more > 0 else f"{-more:.1%} less"
+    judgement = f"the step takes {abs(more):.1%} {'more' if more > 0 else 'less'}"
+    if is_chosen:
+        judgement = "chosen"
+    elif abs(more) < 0.0005:
+        judgement = "the step takes as long"
     return f"{', '.join(parts)}: {crossing}, the exchange is {cost.exchange_share:.1%} of the step; {judgement}"
 
 
@@ -194,8 +229,9 @@ def _why_not(training: TrainingSpec, size: int) -> str | None:
     return None
 
 
-def _what_would_fit(training: TrainingSpec, plan: BatchPlan, memory: MemoryCost, room: float) -> str:
+def _what_would_fit(training: TrainingSpec, plan: BatchPlan, memory: MemoryCost) -> str:
     """One line: the memory, and the first sharding or recompute, from the mildest, that fits."""
+    room = _room_bytes(training)
     problem = (
         f"a rank needs {memory.total_bytes / 1e9:.1f} GB (parameters {memory.parameter_bytes / 1e9:.1f}, gradients "
         f"{memory.gradient_bytes / 1e9:.1f}, optimizer {memory.optimizer_bytes / 1e9:.1f}, activations "
@@ -203,8 +239,10 @@ def _what_would_fit(training: TrainingSpec, plan: BatchPlan, memory: MemoryCost,
         f"has {room / 1e9:.1f} GB on {training.cluster.name}"
     )
     now = training.parallelism
+    # Megatron-FSDP, which shards gradients and parameters, has no pipeline stages.
+    shardings = get_args(Sharding) if now.pipeline_model_parallel_size == 1 else ("no_shard", "optim")
     for recompute in get_args(Recompute)[get_args(Recompute).index(now.recompute) :]:
-        for sharding in get_args(Sharding)[get_args(Sharding).index(now.sharding) :]:
+        for sharding in shardings[shardings.index(now.sharding) :]:
             changed = replace(training, parallelism=replace(now, sharding=sharding, recompute=recompute))
             if memory_of(changed, max(plan.group_sizes)).total_bytes <= room:
                 flags = []

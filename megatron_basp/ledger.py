@@ -42,9 +42,10 @@ class Collective(NamedTuple):
 class Amount:
     """Of one kind of collective: how many, the bytes that this rank sent to each class of peers, seconds.
 
-    same_rank_bytes: what a rank keeps for itself in an all-to-all; it is copied, and never sent.
+    same_rank_bytes: what a rank passes to itself in an all-to-all, a gather or a scatter: copied, and never sent.
     seconds: how long this rank stood still for them, in starting them and in waiting for them: the stream's time on a
-        GPU, the thread's on a CPU. What runs beside computation takes none. None where it was not measured.
+        GPU, the thread's on a CPU. What runs beside computation takes none. None where it was not measured: of calls
+        that start together one measures the whole, under an operation of its own.
     """
 
     count: int

@@ -7,8 +7,8 @@ Lines, by their `line`:
     total    at the end of a run, for each phase and kind of collective: `steps`, and the sums over them
 
 A phase is `training` (`step` counts Megatron's iterations from 1), `evaluation` (one for each call; `step` is the
-iteration behind which it came) or `outside` (start, checkpoints, logging: what came before the next step began; its
-`seconds` are those since the step before it). Pure: no torch, no Megatron.
+iteration behind which it came) or `outside` (start, checkpoints, logging, a step that failed: what came between two
+steps; its `step` is the one before, its `seconds` are those since then). Pure: no torch, no Megatron.
 """
 
 from __future__ import annotations

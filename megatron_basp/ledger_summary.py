@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_basp.ledger import Amount, Collective
-from megatron_basp.ledger_file import Header, total
+from megatron_basp.ledger_file import Header
 
 PARTS = {
-    "exchange": "exchange of attention (BASP)",
+    "exchange": "exchange of attention",
     "dp": "data parallelism",
     "tp": "tensor parallelism",
     "pp": "pipeline, embeddings",
     "ep": "experts",
-    "cp": "losses and plans of CP groups",
+    "cp": "losses of CP groups",
     "other": "norms, logs, the rest",
 }
 MEBIBYTE = 2**20
@@ -24,30 +24,35 @@ MEBIBYTE = 2**20
 
 def print_summary(header: Header, steps: int, totals: Mapping[Collective, Amount]) -> None:
     """Print the table of one rank; `totals` are sums over so many training steps."""
+    parts = {part: [a for c, a in totals.items() if c.part == part] for part in PARTS}
+    whole_bytes, whole_seconds = _sent_bytes(totals.values()), _seconds(totals.values())
     table = Table(
         title=f"sent by rank {header.rank}, a training step of {steps} ({header.mode})", title_justify="left"
     )
     for name in ("", "collectives", "MiB inside nodes", "MiB across nodes", "share of bytes", "ms", "share of ms"):
         table.add_column(name, justify="right" if name else "left")
-    parts = total({Collective(c.part, "", "", 0): amount} for c, amount in totals.items())
-    amounts = {collective.part: amount for collective, amount in parts.items()}
-    all_bytes = sum(amount.sent_bytes for amount in amounts.values())
-    times = [amount.seconds for amount in amounts.values()]
-    all_seconds = None if None in times else sum(time for time in times if time is not None)
-    for part, name in PARTS.items():
-        if (amount := amounts.get(part)) is None:
-            continue
-        table.add_row(
-            name,
-            f"{amount.count / steps:.4g}",
-            f"{amount.same_node_bytes / steps / MEBIBYTE:.3f}",
-            f"{amount.across_nodes_bytes / steps / MEBIBYTE:.3f}",
-            _share(amount.sent_bytes, all_bytes),
-            "not measured" if amount.seconds is None else f"{amount.seconds * 1e3 / steps:.3f}",
-            _share(amount.seconds, all_seconds),
-        )
+    for part, amounts in parts.items():
+        if amounts:
+            table.add_row(
+                PARTS[part],
+                f"{sum(amount.count for amount in amounts) / steps:.4g}",
+                f"{sum(amount.same_node_bytes for amount in amounts) / steps / MEBIBYTE:.3f}",
+                f"{sum(amount.across_nodes_bytes for amount in amounts) / steps / MEBIBYTE:.3f}",
+                _share(_sent_bytes(amounts), whole_bytes),
+                f"{_seconds(amounts) / steps * 1e3:.3f}",
+                _share(_seconds(amounts), whole_seconds),
+            )
     Console(width=120).print(table)
 
 
-def _share(amount: float | None, whole: float | None) -> str:
-    return f"{amount / whole:.1%}" if amount is not None and whole else "–"
+def _sent_bytes(amounts: Iterable[Amount]) -> int:
+    return sum(amount.sent_bytes for amount in amounts)
+
+
+def _seconds(amounts: Iterable[Amount]) -> float:
+    """Of calls without a time of their own it is that of their batch, which is among them."""
+    return sum(amount.seconds for amount in amounts if amount.seconds is not None)
+
+
+def _share(amount: float, whole: float) -> str:
+    return f"{amount / whole:.1%}" if whole else "–"

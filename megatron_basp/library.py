@@ -32,13 +32,18 @@ def named_cluster(name_or_file: str) -> ClusterSpec:
     return load_cluster(name_or_file, CLUSTERS)
 
 
+def no_cluster() -> str:
+    """What to say where a cluster is needed and none is named."""
+    return f"seconds depend on the cluster: name one with --cluster, {', '.join(names(CLUSTERS))} or a .yaml file"
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def _check_folder(name_or_file: str, folder: Path) -> None:
     """A file needs no folder; a name does, and an installed package has left it behind."""
-    if not folder.is_dir() and not Path(name_or_file).suffix:
+    if not folder.is_dir() and Path(name_or_file).suffix not in (".yaml", ".yml", ".json"):
         raise ConfigurationError(
             f"there is no {folder} to look {name_or_file} up in, since megatron_basp was installed without its "
             f"repository: give a file, or install with pip install -e"

@@ -20,6 +20,7 @@ from megatron_basp.plan import Limits
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
+FP8_TOKENS = 16  # at a time, in delayed scaling (`megatron/fp8.py`)
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}  # of activations; fp8 is for linear layers alone
 
 
@@ -100,6 +101,13 @@ class TrainingSpec:
         return self.seq_length * self.micro_batch_size // self.parallelism.context_parallel_size
 
     @property
+    def token_multiple(self) -> int:
+        """What T is a multiple of: the ranks that `--sequence-parallel` spreads it over, each with whole FP8 tiles."""
+        parallelism = self.parallelism
+        spread = parallelism.tensor_model_parallel_size if parallelism.sequence_parallel else 1
+        return spread * (FP8_TOKENS if self.precision == "fp8" else 1)
+
+    @property
     def micro_batches(self) -> int:
         """M, that a replica takes in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.parallelism.data_parallel_size)
@@ -162,6 +170,13 @@ def _check(training: TrainingSpec) -> None:
         raise ConfigurationError(
             f"B·S % N must be 0, got B={training.micro_batch_size}, S={training.seq_length} and N={ranks}: use a "
             f"--seq-length that is a multiple of {ranks}"
+        )
+    if training.tokens % training.token_multiple:
+        raise ConfigurationError(
+            f"T % {training.token_multiple} must be 0 for the T = B·S/N tokens of a rank with "
+            f"TP={tensor_parallel} and {training.precision}, got T={training.tokens} from "
+            f"B={training.micro_batch_size}, S={training.seq_length} and N={ranks}: use a --seq-length that is a "
+            f"multiple of {training.token_multiple * ranks}"
         )
     samples = training.micro_batch_size * parallelism.data_parallel_size
     if training.global_batch_size % samples:

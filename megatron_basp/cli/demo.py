@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
-import os
 import statistics
 import sys
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_basp.cli.loading import load_megatron
 from megatron_basp.cli.progress import step_progress, terminal
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.ledger import Page, Phase
@@ -127,15 +125,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _train_all(result: DemoResult, options: argparse.Namespace, plan: BatchPlan) -> None:
     """Prepare the text and run every mode; a finished one is kept whatever happens to the next."""
-    # Before torch is imported: what is compared here is computed on the CPU, also where there is a GPU.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _say("loading Megatron …")
-    # What it warns of, missing GPU libraries, is what this demo does without.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    from megatron_basp import cpu
-
-    cpu.install()
-    logging.getLogger("megatron").setLevel(logging.WARNING)
+    # What is compared here is computed on the CPU, also where there is a GPU.
+    load_megatron()
     dataset = _prepare_text(options)
     for mode in MODES:
         result.modes[mode] = _train(mode, options, dataset, plan)

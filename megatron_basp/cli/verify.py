@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_basp.atomic_files import write_json
+from megatron_basp.cli.loading import load_megatron
 from megatron_basp.cli.progress import step_progress, terminal
 from megatron_basp.cli.verify_result import ROUNDING, Case, VerifyResult, print_verdict
 from megatron_basp.cli.verify_runs import Run, Runs, plan_runs
@@ -119,17 +118,9 @@ def _load() -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it
         return gpus
     # One GPU is one process, which can't be held to several.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _say("loading Megatron …")
-    # What it warns of, missing GPU libraries, is what this does without.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    if "megatron.core" not in sys.modules:
-        from megatron_basp import cpu
-
-        cpu.install()
+    load_megatron()
     from megatron_basp.megatron import pretrain_gpt  # noqa: F401
 
-    logging.getLogger("megatron").setLevel(logging.WARNING)
     return 0
 
 

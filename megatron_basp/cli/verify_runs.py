@@ -14,6 +14,7 @@ import numpy as np
 from megatron_basp import __version__
 from megatron_basp.cli.verify_result import VerifyResult
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.run_flags import plain_flags
 
 if TYPE_CHECKING:
     from megatron_basp.megatron.command_line import CommandLine
@@ -167,8 +168,6 @@ def _reflagged(
     line: CommandLine, reference: Run, settings: Settings, result: VerifyResult, with_gpus: bool
 ) -> Run | None:
     """Stock Megatron with the flags that deal the same sequences out to the same ranks."""
-    from megatron_basp.megatron.report import plain_flags
-
     plan = settings.plan(settings.micro_batch_size, settings.seq_length)
     flags = plain_flags(plan, settings.limits)
     why = _objective_of_micro_batches(line.args)

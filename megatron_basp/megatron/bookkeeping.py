@@ -48,6 +48,10 @@ class Bookkeeper:
         runtime.ledger.clock = clock()
         runtime.steps.readers.append(self.read)
 
+    @property
+    def header(self) -> Header:
+        return self._writer.header
+
     def read(self, phase: Phase, iteration: int, seconds: float, page: Page) -> None:
         """Take a page. On a GPU it is written once its events have come, which nobody waits for."""
         self._unwritten.append((phase, iteration, seconds, page))
@@ -56,16 +60,18 @@ class Bookkeeper:
 
     def close(self) -> None:
         """Write what is left, and the totals; rank 0 prints them."""
-        runtime, header = self._runtime, self._writer.header
+        runtime = self._runtime
         self._own.uninstall()
         runtime.steps.turn("outside")
         runtime.steps.readers.remove(self.read)
+        if runtime.monitor is None:
+            runtime.ledger.clock = None
         while self._unwritten:
             self._write(*self._unwritten.popleft())
         self._writer.close()
         steps, totals = self._writer.totals("training")
-        if header.rank == 0 and steps:
-            print_summary(header, steps, totals)
+        if self.header.rank == 0 and steps:
+            print_summary(self.header, steps, totals)
 
     def _write(self, phase: Phase, iteration: int, seconds: float, page: Page) -> None:
         header = self._writer.header

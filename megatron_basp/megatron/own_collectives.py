@@ -13,17 +13,18 @@ Bytes are those that this rank sends, n ranks in the group, ranks and neighbours
     broadcast        down a ring from the root: the tensor to the next rank, but for the rank before the root
     reduce           down a ring to the root: the tensor to the next rank, but for the root
     all_to_all, gather, scatter, send    what is passed, to whom it is for: exact
-    receive, barrier, coalesced          nothing
+    receive, barrier, batch              nothing
 
 Libraries choose trees for small tensors, which send as much in sum and to other ranks. In a ring a rank sends to the
 next one only, so all of it is inside of a node or across nodes by where that rank is.
 
-Seconds are those of the call and of every `wait` for it. A batch of calls that torch starts together (`coalesced`) is
-one wait: its seconds stand there, and are unknown for the calls in it.
+Seconds are those of the call and of every `wait` for it. Calls that torch starts together count as `batched_send` and
+so on, without seconds: one waits for all of them, and that time is the `batch`'s.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -157,7 +158,7 @@ METHODS: dict[str, tuple[str, Callable[..., Sent]]] = {
     "recv": ("receive", _nothing),
     "recv_anysource": ("receive", _nothing),
     "barrier": ("barrier", _nothing),
-    "_end_coalescing": ("coalesced", _nothing),
+    "_end_coalescing": ("batch", _nothing),
 }
 _SENDS_NOTHING = {"reconfigure"}  # returns a Work as well
 
@@ -168,12 +169,12 @@ def uncounted_methods() -> list[str]:
     return sorted(set(returning) - METHODS.keys() - _SENDS_NOTHING)
 
 
+@functools.cache
 def part_of(description: str) -> str:
     """Which parallelism a process group of Megatron's belongs to, by the description that it gives the group."""
-    name = description.removeprefix("EXPERT_") if "DATA_PARALLEL" in description else description
-    name = name.removeprefix("INTRA_PARTIAL_").removeprefix("INTER_PARTIAL_")
+    if "DATA_PARALLEL" in description and "TENSOR" not in description:
+        return "dp"
     beginnings = {
-        "DATA_PARALLEL_GROUP": "dp",
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "dp",
         "TENSOR_MODEL_PARALLEL_GROUP": "tp",
         "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -185,7 +186,7 @@ def part_of(description: str) -> str:
         "CONTEXT_PARALLEL_GROUP": "cp",
         "BASP_SEQUENCE_GROUP": "cp",
     }
-    return next((part for beginning, part in beginnings.items() if name.startswith(beginning)), "other")
+    return next((part for beginning, part in beginnings.items() if description.startswith(beginning)), "other")
 
 
 class OwnCollectives:
@@ -230,11 +231,11 @@ class OwnCollectives:
         def counted(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if ledger.is_exchanging:
                 return original(group, *args, **kwargs)
-            description = group.group_desc
-            collective = Collective(part_of(description), operation, description, group.size())
-            if operation == "coalesced":
+            if operation == "batch":
                 self._coalescing.discard(group.group_name)
             in_batch = group.group_name in self._coalescing
+            name, description = f"batched_{operation}" if in_batch else operation, group.group_desc
+            collective = Collective(part_of(description), name, description, group.size())
             with ledger.timed(collective):
                 work = original(group, *args, **kwargs)
             bytes_to, same_rank_bytes = sent_by(Place(group.rank(), group.size()), *args, **kwargs)

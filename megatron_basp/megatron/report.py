@@ -9,8 +9,8 @@ from rich.table import Table
 
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.placement import aligned_blocks
-from megatron_basp.plan import BatchPlan, Limits
 from megatron_basp.process_groups import SequenceGroups
+from megatron_basp.run_flags import plain_flags
 
 
 def print_plan(
@@ -88,20 +88,3 @@ def _groups(
         else f"{len(blocks) - within} of {len(blocks)} cross the border of a {domain}"
     )
     return f"{number}{more}; {where}"
-
-
-def plain_flags(plan: BatchPlan, limits: Limits) -> str | None:
-    """The flags of stock Megatron that spread the same sequences over the same ranks, where there are such.
-
-    One wave at K with B rows is CP = K, micro-batch B·K/N and N/K times the data parallelism.
-    """
-    if len(plan.waves) > 1:
-        return None
-    group_size = plan.waves[0].group_size
-    rows = len(plan.lengths) * group_size // plan.ranks
-    flags = f"--context-parallel-size {group_size} --micro-batch-size {rows}"
-    if group_size == 1:
-        return flags
-    if limits.kv_heads % group_size:
-        return f"{flags}, but not by a2a: it wants Hkv % K to be 0, and Hkv = {limits.kv_heads}"
-    return f"{flags} --cp-comm-type a2a"

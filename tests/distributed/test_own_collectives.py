@@ -247,12 +247,12 @@ def test_calls_that_start_together_are_counted_each_and_waited_for_once(monkeypa
     page = ledger.turn()
     amounts = {c.operation: a for c, a in page.amounts(4, [0] * 6).items()}
     assert {name: (a.count, a.sent_bytes, a.seconds is None) for name, a in amounts.items()} == {
-        "send": (1, BYTES, True),
-        "receive": (1, 0, True),
-        "coalesced": (1, 0, False),
+        "batched_send": (1, BYTES, True),
+        "batched_receive": (1, 0, True),
+        "batch": (1, 0, False),
     }
     assert page.sent_bytes_to_peer == {5: BYTES}
-    assert len(next(tally for c, tally in page.items() if c.operation == "coalesced").spans) == 2
+    assert len(next(tally for c, tally in page.items() if c.operation == "batch").spans) == 2
 
 
 @pytest.mark.parametrize(
@@ -262,13 +262,17 @@ def test_calls_that_start_together_are_counted_each_and_waited_for_once(monkeypa
         ("DATA_PARALLEL_GROUP_GLOO", "dp"),
         ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp"),
         ("EXPERT_DATA_PARALLEL_GROUP", "dp"),
+        ("HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1", "dp"),
+        ("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "dp"),
         ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
         ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
         ("EMBEDDING_GROUP", "pp"),
         ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
         ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "ep"),
         ("CONTEXT_PARALLEL_GROUP", "cp"),
+        ("BASP_SEQUENCE_GROUP_OF_2", "cp"),
         ("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "other"),
+        ("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "other"),
         ("MODEL_PARALLEL_GROUP", "other"),
         ("default_pg", "other"),
         ("undefined", "other"),

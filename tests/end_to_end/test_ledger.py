@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_basp.errors import RankFailed
 from megatron_basp.ledger_file import Exchanged, LedgerFile, PlannedWave, file_of_rank, read_ledger, total
 from megatron_basp.local_ranks import run_ranks
+from megatron_basp.megatron.recorder import Record
 from megatron_basp.model_spec import model_from_flags
 from tests.end_to_end.training import GQA, MODEL, ROPE, SEQ_LENGTH, TRAINING, Trainer, batch, cp
 
@@ -87,7 +90,12 @@ def on_the_wire(folder: Path, rank: int) -> Counter[str]:
 
 
 def train(
-    trainer: Trainer, flags: str, ranks: int, folder: Path, before: Callable[[], None] = lambda: None
+    trainer: Trainer,
+    flags: str,
+    ranks: int,
+    folder: Path,
+    before: Callable[[], None] = lambda: None,
+    after_step: Callable[[Record], None] = lambda record: None,
 ) -> list[LedgerFile]:
     """Train and read what each rank wrote."""
     from megatron_basp.megatron.observed_run import observe_training
@@ -95,7 +103,7 @@ def train(
     ledger = folder / "ledgers" / "ledger.jsonl"
     argv = [*MODEL.split(), *TRAINING.split(), *trainer.data_flags, *flags.split(), "--train-iters", str(STEPS)]
     argv += ["--basp-ledger", str(ledger)]
-    run_ranks(lambda rank: observe_training(argv, STEPS, True, before) and None, ranks, folder)
+    run_ranks(lambda rank: observe_training(argv, STEPS, True, before, None, after_step) and None, ranks, folder)
     return [read_ledger(file_of_rank(ledger, rank)) for rank in range(ranks)]
 
 
@@ -169,6 +177,18 @@ def test_steps_are_told_from_evaluations_and_from_what_is_between_them(trainer: 
         assert {c.direction for c in evaluated} == {"forward"}
         assert all(amount.count == 4 for amount in evaluated.values())
         assert not any(c.part == "exchange" for step in ledger.of("outside") for c in step.sent)
+
+
+def test_a_killed_run_leaves_the_steps_that_it_took(trainer: Trainer, tmp_path: Path) -> None:
+    def kill(record: Record) -> None:
+        if len(record.losses) == STEPS:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankFailed):
+        train(trainer, f"{GQA} {ROPE} {batch(3)} {cp(2)} --sequence-parallel-mode basp", 2, tmp_path, after_step=kill)
+    ledger = read_ledger(file_of_rank(tmp_path / "ledgers" / "ledger.jsonl", 0))
+    assert [step.step for step in ledger.of("training")] in ([1], [1, 2])  # the other rank's death may come first
+    assert not ledger.is_complete
 
 
 def exchanged_bytes(rows: int, group_size: int, ranks: int) -> tuple[int, int]:

@@ -14,6 +14,8 @@ NODES = ["a"] * 4 + ["b"] * 4
 class Second:
     """A span of one second."""
 
+    is_stopped = False
+
     def stop(self):
         self.is_stopped = True
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from megatron_basp.megatron.report import plain_flags, print_plan
+from megatron_basp.megatron.report import print_plan
 from megatron_basp.plan import Limits, plan_batch
 from megatron_basp.process_groups import SequenceGroups
+from megatron_basp.run_flags import plain_flags
 from tests.settings import small_settings
 
 ONE_HOST = dict.fromkeys(range(8), "a")
