@@ -33,9 +33,9 @@ def pack_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], rotary: Rot
         rotary: the tables by which some of the sources are rotated on the way.
 
     Raises:
-        ValueError: shapes that don't belong together.
+        ValueError: shapes that don't belong together, or a target whose heads are not contiguous.
     """
-    _kernels(sources).pack_heads(sources, targets, rotary)
+    _kernels(targets).pack_heads(sources, targets, rotary)
 
 
 def unpack_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], rotary: Rotary | None = None) -> None:
@@ -44,7 +44,7 @@ def unpack_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], rotary: R
     Sums over copies go in order of the ranks, those of bf16 and fp16 in fp32, and are rounded once. With `rotary` the
     sources are rotated back, which is the transpose of rotating times `mscale`².
     """
-    _kernels(sources).unpack_heads(sources, targets, rotary)
+    _kernels(targets).unpack_heads(sources, targets, rotary)
 
 
 def moved_bytes(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> int:
@@ -55,9 +55,12 @@ def moved_bytes(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in (*sources, *targets))
 
 
-def _kernels(tensors: Sequence[Tensor]) -> ModuleType:
+def _kernels(targets: Sequence[Tensor]) -> ModuleType:
+    for index, x in enumerate(targets):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"target {index}: the columns of a head must be contiguous, got strides {x.stride()}")
     # Imported late: Triton is not to be had everywhere, and takes a while to import.
-    if tensors[0].is_cuda:
+    if targets and targets[0].is_cuda:
         from megatron_basp.kernels import triton_pack as kernels
     else:
         from megatron_basp.kernels import torch_twin as kernels
