@@ -1,5 +1,9 @@
 .DEFAULT_GOAL := setup
+<<<<<<< HEAD
 .PHONY: help setup demo test test-all test-te test-gpu test-versions cost-model support-table simulate lint format lock clean
+=======
+.PHONY: help setup demo test test-all test-te test-gpu bench-gpu test-versions support-table lint format lock clean
+>>>>>>> w/kernels
 
 BIN := .venv/bin
 
@@ -27,6 +31,9 @@ test-te: setup ## the contract with Transformer Engine, on the CPU, in .venv-te;
 test-gpu: setup ## what needs a GPU: Transformer Engine's kernels, in .venv-te; one GPU is enough
 	@scripts/te_on_cpu.sh $(if $(TE_WHEEL),--wheel $(TE_WHEEL))
 	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-te/bin/pytest tests/distributed -m gpu $(ARGS)
+
+bench-gpu: setup ## the packing kernels' share of copy bandwidth, on one GPU; ARGS="--json"
+	@$(BIN)/python scripts/bench/kernels_on_gpu.py $(ARGS)
 
 test-versions: setup ## hooks and small runs with each Megatron release, and with checkouts: MEGATRON="path path"
 	@$(BIN)/python -m tests.versions $(MEGATRON) $(if $(ARGS),-- $(ARGS))

@@ -5,10 +5,10 @@ Two layouts of the same heads, for a group of K ranks and t tokens on this one:
     the ranks' side       [K, t, g, d]    with g = max(heads, K)/K: block j is what rank j gets, or what it sent
 Rank j has heads [j·g, (j+1)·g); where heads < K it has a copy of head j // (K/heads), and so have K/heads ranks.
 
-Each call moves several tensors (q, k and v, with head counts and head sizes of their own). Every element is read once
-and written once; `moved_bytes` says how many that are. On CUDA it is one launch of a Triton kernel, elsewhere torch's
-own strided copies (`torch_twin`), which are the reference as well. Neither is differentiable: each is the transpose,
-hence the gradient, of the other.
+Each call moves several tensors (q, k and v, with head counts and head sizes of their own). On CUDA it is one launch of
+a Triton kernel, which reads every element once and writes it once, rotated or not: `moved_bytes`. Elsewhere it is
+torch's own strided copies (`torch_twin`), which are the reference as well. Neither is differentiable: each is the
+transpose, hence the gradient, of the other.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def pack_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], rotary: Rot
         rotary: the tables by which some of the sources are rotated on the way.
 
     Raises:
-        ValueError: shapes that don't belong together.
+        ValueError: shapes that don't belong together, or a target whose heads are not contiguous.
     """
-    _kernels(sources).pack_heads(sources, targets, rotary)
+    _kernels(targets).pack_heads(sources, targets, rotary)
 
 
 def unpack_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], rotary: Rotary | None = None) -> None:
     """The transpose: sources [K, t, g_i, d_i], targets [t, heads_i, d_i]; copies of a head are summed.
 
-    Sums over copies go in order of the ranks, those of bf16 and fp16 in fp32, and are rounded once. With `rotary` the
-    sources are rotated back, which is the transpose of rotating times `mscale`².
+    Sums over copies go in order of the ranks, those of bf16 and fp16 in fp32, and are rounded once. With `rotary` they
+    are multiplied by the transpose of the rotation, `mscale` included: a gradient, not the inverse.
     """
-    _kernels(sources).unpack_heads(sources, targets, rotary)
+    _kernels(targets).unpack_heads(sources, targets, rotary)
 
 
 def moved_bytes(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> int:
@@ -55,9 +55,12 @@ def moved_bytes(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in (*sources, *targets))
 
 
-def _kernels(tensors: Sequence[Tensor]) -> ModuleType:
+def _kernels(targets: Sequence[Tensor]) -> ModuleType:
+    for index, x in enumerate(targets):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"target {index}: the columns of a head must be contiguous, got strides {x.stride()}")
     # Imported late: Triton is not to be had everywhere, and takes a while to import.
-    if tensors[0].is_cuda:
+    if targets and targets[0].is_cuda:
         from megatron_basp.kernels import triton_pack as kernels
     else:
         from megatron_basp.kernels import torch_twin as kernels

@@ -1,6 +1,7 @@
 """The packing kernels in torch: the path of a CPU, and what the Triton kernel is held to.
 
-One strided copy a tensor, and no temporary, except for the sum over copies of a head that is also rotated.
+One strided copy or sum a tensor, without temporaries. Columns that are rotated are written twice, since a product and
+its partner's are two operations to torch; the sum over copies of such a head is a temporary, rounded on its own.
 """
 
 from __future__ import annotations
