@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_basp.all_to_all import ExchangeGroup, InFlight, start_to_heads, start_to_sequence, unpack
 from megatron_basp.ledger import Direction
@@ -104,7 +105,8 @@ class _Attend(torch.autograd.Function):
             with torch.set_grad_enabled(has_graph):
                 attended = piece.attend(kernel, *inputs, offset)
             to_sequence.start(piece, [attended.detach()])
-            graphs.append((inputs, attended))
+            # The edge, and not the output itself: what was sent need not be kept, if the kernel does not keep it.
+            graphs.append((inputs, get_gradient_edge(attended) if has_graph else None))
         to_sequence.finish()
         if has_graph:
             ctx.pieces, ctx.graphs, ctx.offset = pieces, graphs, offset
