@@ -32,7 +32,6 @@ examples:
       --model qwen2.5-3b --cluster a100-40gb-2x4 --data-parallel-sharding-strategy optim_grads_params
   megatron-basp plan --cluster a100-40gb-2x4 --model llama3.1-8b --ranks 8 -- --context-parallel-size 8 \\
       --micro-batch-size 2 --seq-length 8192 --bf16 --use-megatron-fsdp --recompute-activations
-
   megatron-basp plan --check runs/ledger.jsonl --cluster h100-8
 
 exit status: 0; 2 bad input, or no plan fits the memory (one line on stderr, with what would make it fit); 1 --check
