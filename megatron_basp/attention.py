@@ -116,11 +116,19 @@ class BaspAttention(torch.nn.Module):
         if plan is not self._pieces_of:
             self._pieces_of, self._pieces = plan, self._make_pieces(plan)
         kernels = [self._kernel(piece, documents) for piece in self._pieces]
-        query, key, value = (x.squeeze(1) for x in (query, key, value))
         if plan.group_sizes == (1,):
-            # Every rank has its own sequences: nothing is moved, and autograd sees the kernel alone.
-            return self._pieces[0].attend(kernels[0], query, key, value, self.softmax_offset).flatten(1)[:, None]
+            return self._attend_alone(kernels[0], len(self._pieces[0].share.rows), query, key, value)
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
         return attend(self._pieces, kernels, query, key, value, self.softmax_offset).flatten(1)[:, None]
+
+    def _attend_alone(self, kernel: Kernel, rows: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """This rank has whole sequences: [S·rows, 1, heads, d] is [S, rows, heads, d], and for one row at that."""
+        if self.softmax_offset is not None:
+            kernel = partial(kernel, softmax_offset=self.softmax_offset)
+        if rows == 1:
+            return kernel(query, key, value)
+        output = kernel(*(x.reshape(-1, rows, *x.shape[2:]) for x in (query, key, value)))
+        return output.reshape(query.shape[0], 1, -1)
 
     def _make_pieces(self, plan: BatchPlan) -> list[Piece]:
         """In the order in which they are attended to: the smallest K first, which waits for least."""

@@ -1,18 +1,14 @@
 """The exchange, element by element: every number says which row, position, head and channel it is."""
 
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_basp import all_to_all
 from megatron_basp.all_to_all import ExchangeGroup, start_to_heads, start_to_sequence, unpack
 from megatron_basp.ledger import Ledger
 from tests.distributed.small_attention import RANKS, groups_of_all_ranks
+from tests.own_storage import tensors_of_their_own
 
 pytestmark = pytest.mark.distributed
 
@@ -97,31 +93,6 @@ REPLICATED = ("K=2, 1 kv head", "K=4, 2 kv heads", "K=4, 1 kv head", "unequal sh
 
 def case_of(name):
     return CASES[name.removesuffix(", apart")]
-
-
-@contextmanager
-def tensors_of_their_own():
-    """As on a GPU, over gloo, which sends what NCCL sends in one launch one after the other. Yields how many tensors
-    each launch sent."""
-    launches = []
-
-    @contextmanager
-    def coalescing(group, device, async_ops):
-        works = []
-
-        def all_to_all_single(*arguments, **options):
-            works.append(plain(*arguments, **options))
-
-        plain = dist.all_to_all_single
-        with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-            yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
-        launches.append(len(works))
-
-    with (
-        mock.patch.object(all_to_all, "sends_several_at_once", lambda x: True),
-        mock.patch.object(dist, "_coalescing_manager", coalescing),
-    ):
-        yield launches
 
 
 LAYOUTS = {
