@@ -78,8 +78,9 @@ def exchange_model(training: TrainingSpec, method: ExchangeMethod = OURS) -> Exc
 
 
 def exchanges_per_layer(training: TrainingSpec) -> int:
-    """Of a micro-batch: forward, backward, and forward again where attention is recomputed."""
-    return 2 if training.parallelism.recompute == "none" else 3
+    """Of a micro-batch: forward, backward, and forward again where whole layers are recomputed. Attention that is
+    recomputed by itself keeps what arrived."""
+    return 3 if training.parallelism.recompute == "full" else 2
 
 
 def step_cost(training: TrainingSpec, plan: BatchPlan, method: ExchangeMethod = OURS) -> StepCost:

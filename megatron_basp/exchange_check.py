@@ -193,9 +193,7 @@ def _layers(flags: Mapping[str, Any]) -> tuple[int, int]:
     of_chunk = layers // stages // chunks
     granularity = flags.get("recompute-granularity")
     recomputed = 0
-    if granularity == "selective" and "core_attn" in flags.get("recompute-modules", ["core_attn"]):
-        recomputed = of_chunk
-    elif granularity == "full":
+    if granularity == "full":
         is_block = flags.get("recompute-method") == "block"
         recomputed = min(of_chunk, _number(flags, "recompute-num-layers")) if is_block else of_chunk
     return of_chunk * chunks, recomputed * chunks

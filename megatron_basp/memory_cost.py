@@ -82,10 +82,11 @@ def _saved_elements(training: TrainingSpec, group_size: int) -> tuple[float, flo
     model, shape = training.model, training.attention_shape
     size, tensor_parallel = shape.query_head_size, training.parallelism.tensor_model_parallel_size
     norms = 4 * model.hidden / _spread(training)  # each of two: its input and its output
-    query_key_value = (shape.heads + 2 * shape.kv_heads) * size
+    # As they arrive from the exchange, key-value heads copied; alone, a rank has what the projections gave.
+    query_key_value = (shape.heads + 2 * max(shape.kv_heads, group_size)) * size
     output = shape.heads * size
-    # Heads of the exchange's other side, key-value heads copied; alone, a rank has the same q, k and v on both sides.
-    core = (shape.heads + 2 * max(shape.kv_heads, group_size)) * size + output if group_size > 1 else query_key_value
+    # What the kernel gave; alone, that is what the output's projection takes.
+    core = query_key_value + (output if group_size > 1 else 0)
     matrices = 3 if model.gated else 2  # what the activation function takes and gives
     if model.experts:
         each = matrices * model.expert_ffn + 2 * model.hidden  # and the token as it goes in and comes out
