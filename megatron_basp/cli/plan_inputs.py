@@ -41,6 +41,11 @@ def _from_options(options: argparse.Namespace) -> Question:
     batch_size = options.micro_batch_size
     if options.search and options.global_batch_size is not None and batch_size is None:
         batch_size = options.global_batch_size // parallelism.data_parallel_size
+        if batch_size < 1:
+            raise ConfigurationError(
+                f"--global-batch-size must be at least 1 for each of DP={parallelism.data_parallel_size} replicas, "
+                f"got {options.global_batch_size}"
+            )
     for flag, value in {
         "--model": options.model,
         "--seq-length": options.seq_length,
@@ -69,12 +74,12 @@ def _parallelism(options: argparse.Namespace) -> Parallelism:
     """`--ranks` alone is N; beside `--context-parallel-size` it is all devices."""
     tensor_parallel = _given(options, "tensor_model_parallel_size")
     stages = _given(options, "pipeline_model_parallel_size")
-    ranks = options.context_parallel_size or options.ranks
+    ranks = options.ranks if options.context_parallel_size is None else options.context_parallel_size
     if ranks is None:
         raise ConfigurationError("--ranks is missing: give the number of context-parallel ranks N")
     if ranks < 2:
         raise ConfigurationError(
-            f"there is nothing to plan below N = 2 context-parallel ranks, got {ranks}: use --ranks 2 or more"
+            f"there is nothing to plan below N = 2 context-parallel ranks, got {ranks}: use 2 or more"
         )
     model_ranks = tensor_parallel * stages * ranks
     data_parallel = 1

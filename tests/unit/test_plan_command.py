@@ -213,6 +213,8 @@ def test_the_verdict_does_not_call_a_difference_that_the_model_cannot_resolve():
         ([*PAPER, "--micro-batch-size", "2", "--seq-length", "-16"], "S % (2·N) to be 0"),
         ([*PAPER, "--micro-batch-size", "2", "--global-batch-size", "3"], "use a multiple of 2"),
         ([*PAPER, "--micro-batch-size", "2", "--context-parallel-size", "3"], "TP·PP·CP"),
+        ([*PAPER, "--micro-batch-size", "2", "--context-parallel-size", "0"], "N = 2 context-parallel ranks, got 0"),
+        ([*PAPER, "--search", "--global-batch-size", "1", "--context-parallel-size", "4"], "each of DP=2 replicas"),
         ([*PAPER, "--micro-batch-size", "2", "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size"),
         ([*PAPER, "--micro-batch-size", "2", "--basp-group-size", "3"], "N % K must be 0"),
         ([*PAPER, "--micro-batch-size", "2", "--model", "llama9"], "there is no model llama9"),
