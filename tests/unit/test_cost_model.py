@@ -232,6 +232,18 @@ def test_recompute_saves_activations_and_nothing_else():
     assert len({replace(memory, activation_bytes=0) for memory in by_recompute}) == 1
 
 
+def test_interleaved_stages_hold_more_micro_batches():
+    def activations(**sizes):
+        run = training(model=replace(MODEL, layers=8), pipeline_model_parallel_size=4, recompute="selective", **sizes)
+        return memory_of(run, 1).activation_bytes
+
+    one = activations(global_batch_size=2 * 4) - activations(global_batch_size=2 * 3)
+    more = activations(global_batch_size=32, virtual_stages=2) - activations(global_batch_size=32)
+    assert more == pytest.approx(one * 3 / 2)  # (PP-1)/V
+    few = {"global_batch_size": 2 * 4}  # no more than there are
+    assert activations(**few, virtual_stages=2) == pytest.approx(activations(**few))
+
+
 def test_of_several_stages_the_first_has_most_in_flight_and_the_last_the_logits():
     one = memory_of(training(), 4)
     first = memory_of(training(pipeline_model_parallel_size=4, global_batch_size=16), 4)
