@@ -172,6 +172,7 @@ def test_a_step_lies_between_its_bounds():
     for sizes in (
         {},
         {"sharding": "optim_grads_params"},
+        {"sharding": "optim_grads", "cluster": with_across(bytes_per_second_per_nic=1e8)},
         {"pipeline_model_parallel_size": 2, "global_batch_size": 16},
         {"pipeline_model_parallel_size": 2, "virtual_stages": 2, "global_batch_size": 16},
         {"tensor_model_parallel_size": 2, "recompute": "full"},
