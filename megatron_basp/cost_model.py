@@ -88,11 +88,9 @@ def step_cost(training: TrainingSpec, plan: BatchPlan, method: ExchangeMethod = 
     arithmetic = arithmetic_of(training)
     exchange = exchange_model(training, method).of_plan(plan)
     exchanges = layers * exchanges_per_layer(training)
-    # With everything recomputed, tensor- and expert-parallel ranks send forward's half once more.
-    again = 1.5 if parallelism.recompute == "full" else 1.0
     of_stage = {
-        "tensor": tensor_traffic(training).times(layers * again),
-        "expert": expert_traffic(training).times(layers * again),
+        "tensor": tensor_traffic(training).times(layers),
+        "expert": expert_traffic(training).times(layers),
         "pipeline": pipeline_traffic(training),
     }
     arithmetic_seconds = arithmetic.stage_seconds(layers)

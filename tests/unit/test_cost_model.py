@@ -143,9 +143,20 @@ def test_experts_get_each_token_as_often_as_it_has_experts():
     assert expert_traffic(training(model=EXPERTS)).sent_bytes == 0
 
 
-def test_tensor_parallel_ranks_reduce_four_times_a_layer():
-    run = training(tensor_model_parallel_size=2, context_parallel_size=4)
-    assert tensor_traffic(run).sent_bytes == 4 * 2 * (run.tokens * 256 * 2) / 2
+@pytest.mark.parametrize(
+    ("sizes", "rings"),
+    [
+        ({"sequence_parallel": False}, 8),  # four all-reduces
+        ({}, 10),  # as gathers and scatters, and inputs gathered again for the weights' gradients
+        ({"recompute": "selective"}, 10),
+        ({"recompute": "full"}, 14),
+        ({"model": EXPERTS}, 4 + 1 + 4 * 2),  # attention's alone, and of 2 experts a token
+        ({"model": replace(EXPERTS, shared_expert_ffn=64)}, 10 + 4 * 2),
+    ],
+)
+def test_tensor_parallel_ranks_gather_and_scatter_so_many_times_a_layer(sizes, rings):
+    run = training(tensor_model_parallel_size=2, context_parallel_size=4, **sizes)
+    assert tensor_traffic(run).sent_bytes == rings * (run.tokens * 256 * 2) / 2
     assert tensor_traffic(training()).sent_bytes == 0
 
 
