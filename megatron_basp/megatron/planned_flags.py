@@ -55,6 +55,7 @@ NOT_MODELLED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: not value or set(value) == {"core_attn"},
         "selective recompute is modelled for core_attn alone",
     ),
+    "yaml_cfg": (lambda value: not value, "flags are read, and no file of them"),
     "recompute_method": (lambda value: value in (None, "uniform"), "full recompute is modelled for all layers"),
     "recompute_num_layers": (_one, "full recompute is modelled layer by layer"),
 }
@@ -151,6 +152,12 @@ def _refuse_what_is_not_modelled(args: Any) -> None:
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {expert_tensor} is not modelled where it is not the "
             f"--tensor-model-parallel-size: leave it out to plan"
+        )
+    expert_ranks = args.expert_model_parallel_size * args.tensor_model_parallel_size
+    if args.num_experts and expert_ranks > 1 and args.moe_token_dispatcher_type != "alltoall":
+        raise ConfigurationError(
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is not modelled where EP·TP is more than "
+            f"1, got {expert_ranks}: give alltoall to plan"
         )
     for name, (is_modelled, why) in NOT_MODELLED.items():
         value = getattr(args, name, None)
