@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -99,13 +99,23 @@ class ModelSpec:
         return self.hidden * ffn * (3 if self.gated else 2)
 
 
+# Of Megatron's flags, those of layers that cost something else.
+_NOT_MODELLED = ("multi-latent-attention", "attention-output-gate", "mtp-num-layers", "window-size", "moe-latent-size")
+
+
 def model_from_flags(flags: Mapping[str, Any]) -> ModelSpec:
     """From Megatron's flags without their dashes (`num-layers` or `num_layers`), as in our YAML files.
 
     Raises:
-        ConfigurationError: names the key that is missing, or whose value is not of its kind.
+        ConfigurationError: names the key that is missing, whose value is not of its kind, or that is not modelled.
     """
     flags = {str(name).replace("_", "-"): value for name, value in flags.items() if value is not None}
+    for name in _NOT_MODELLED:
+        if flags.get(name):
+            _refuse(f"--{name} (got {flags[name]})", "layers of that kind are not modelled")
+    frequency = flags.get("moe-layer-freq", 1)
+    if any(one != 1 for one in (frequency if isinstance(frequency, list) else [frequency])):
+        _refuse(f"--moe-layer-freq (got {frequency})", "layers are modelled as all of one kind")
 
     def need(name: str) -> int:
         if name not in flags:
@@ -132,6 +142,10 @@ def model_from_flags(flags: Mapping[str, Any]) -> ModelSpec:
         expert_ffn=_whole(flags, "moe-ffn-hidden-size", ffn) if has_experts else 0,
         shared_expert_ffn=_whole(flags, "moe-shared-expert-intermediate-size", 0),
     )
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise ConfigurationError(f"{what} is not modelled: {why}; leave it out to plan")
 
 
 def _whole(content: Mapping[str, Any], name: str, otherwise: int) -> int:
@@ -169,6 +183,10 @@ def model_from_hugging_face(config: Mapping[str, Any]) -> ModelSpec:
             raise ConfigurationError(f"the config.json of this {family} model has no {name}: is it the model's own?")
         return _whole(config, name, 0)
 
+    if config.get("sliding_window") and config.get("use_sliding_window", family in ("mistral", "mixtral")):
+        _refuse(f"sliding_window (got {config['sliding_window']})", "layers of that kind are not modelled")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        _refuse("mlp_only_layers or decoder_sparse_step", "layers are modelled as all of one kind")
     experts = _whole(config, "num_experts", 0) or _whole(config, "num_local_experts", 0)
     heads = need("num_attention_heads")
     return ModelSpec(

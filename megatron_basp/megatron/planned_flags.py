@@ -21,18 +21,10 @@ def _one(value: Any) -> bool:
     return value in (None, 1)
 
 
-# What trains, and is not modelled: whether a value is, and what is missing.
+# What trains, and is not modelled: whether a value is, and what is missing. `model_from_flags` knows of layers.
 NOT_MODELLED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        ("multi_latent_attention", "attention_output_gate", "mtp_num_layers", "window_size", "moe_latent_size"),
-        (lambda value: not value, "layers of that kind are not modelled"),
-    ),
-    **dict.fromkeys(
         ("sft", "dataloader_inter_document_masking"), (lambda value: not value, "rows are modelled as one sequence")
-    ),
-    "moe_layer_freq": (
-        lambda value: _one(value) or (isinstance(value, list) and set(value) == {1}),
-        "layers are modelled as all of one kind",
     ),
     **dict.fromkeys(
         (
