@@ -41,10 +41,10 @@ def _from_options(options: argparse.Namespace) -> Question:
     batch_size = options.micro_batch_size
     if options.search and options.global_batch_size is not None and batch_size is None:
         batch_size = options.global_batch_size // parallelism.data_parallel_size
-        if batch_size < 1:
+        if batch_size < 1 or options.global_batch_size % parallelism.data_parallel_size:
             raise ConfigurationError(
-                f"--global-batch-size must be at least 1 for each of DP={parallelism.data_parallel_size} replicas, "
-                f"got {options.global_batch_size}"
+                f"--global-batch-size % DP must be 0, got {options.global_batch_size} and "
+                f"DP={parallelism.data_parallel_size}: use a multiple of {parallelism.data_parallel_size}"
             )
     for flag, value in {
         "--model": options.model,
