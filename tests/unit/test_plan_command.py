@@ -290,3 +290,10 @@ def test_ranks_fewer_or_wider_than_a_node_can_be_drawn(tmp_path, sizes):
     run = training(model=replace(MODEL, heads=64, kv_heads=64), cluster=CLUSTER, **sizes)
     draw(run, compare_plans(run).chosen.plan, "title", tmp_path / "plan.svg")
     assert "sequence" in (tmp_path / "plan.svg").read_text()
+
+
+def test_letters_fit_into_the_cells_of_a_wide_node(tmp_path):
+    run = training(cluster=replace(CLUSTER, gpus_per_node=72))
+    draw(run, compare_plans(run).chosen.plan, "title", tmp_path / "plan.svg")
+    (points,) = re.findall(r'<svg[^>]* width="([0-9.]+)pt"', (tmp_path / "plan.svg").read_text())
+    assert float(points) / 72 / 72 > 0.4  # inches a cell
