@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.library import MODELS, named_cluster, named_model, names, no_cluster
-from megatron_basp.training_spec import Parallelism, Sharding, TrainingSpec
+from megatron_basp.training_spec import Parallelism, TrainingSpec
 
 # Options that Megatron has too, and that a command line of Megatron's says by itself.
 SIZES = """
@@ -90,19 +90,13 @@ def _parallelism(options: argparse.Namespace) -> Parallelism:
                 f"use a multiple of {model_ranks}"
             )
         data_parallel = options.ranks // model_ranks
-    sharding: Sharding = options.data_parallel_sharding_strategy or "no_shard"
-    if stages > 1 and sharding in ("optim_grads", "optim_grads_params"):
-        raise ConfigurationError(
-            f"--data-parallel-sharding-strategy {sharding} is Megatron-FSDP, which has no pipeline stages: use "
-            f"--pipeline-model-parallel-size 1, or optim"
-        )
     return Parallelism(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=stages,
         context_parallel_size=ranks,
         data_parallel_size=data_parallel,
         expert_model_parallel_size=_given(options, "expert_model_parallel_size"),
-        sharding=sharding,
+        sharding=options.data_parallel_sharding_strategy or "no_shard",
         recompute=options.recompute_granularity or "none",
     )
 

@@ -285,6 +285,10 @@ def test_something_is_reserved():
         ({"micro_batch_size": 0, "global_batch_size": 2}, "--micro-batch-size must be 1 or more, got 0"),
         ({"global_batch_size": 3}, r"--global-batch-size % \(B·DP\) must be 0, got 3, B=2, DP=1: use a multiple of 2"),
         ({"tensor_model_parallel_size": 3}, "heads % TP must be 0, got 8 attention heads, 4 query groups and TP=3"),
+        (
+            {"pipeline_model_parallel_size": 2, "sharding": "optim_grads"},
+            "Megatron-FSDP, which has no pipeline stages",
+        ),
         ({"pipeline_model_parallel_size": 3}, r"layers % \(PP·virtual stages\) must be 0, got 4 layers and 3·1"),
         ({"expert_model_parallel_size": 2}, "experts % EP must be 0, got 0 experts and EP=2"),
         ({"model": EXPERTS, "expert_model_parallel_size": 8, "context_parallel_size": 4}, r"\(DP·CP\) % EP must be 0"),
