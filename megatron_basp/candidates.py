@@ -247,7 +247,8 @@ def _what_would_fit(training: TrainingSpec, plan: BatchPlan, memory: MemoryCost)
             if memory_of(changed, max(plan.group_sizes)).total_bytes <= room:
                 flags = []
                 if sharding != now.sharding:
-                    flags.append(f"--data-parallel-sharding-strategy {sharding}")
+                    of_megatron = "--use-distributed-optimizer" if sharding == "optim" else "with --use-megatron-fsdp"
+                    flags.append(f"--data-parallel-sharding-strategy {sharding} (in Megatron {of_megatron})")
                 if recompute != now.recompute:
                     flags.append(f"--recompute-granularity {recompute}")
                 return f"{problem}: it would fit with {' '.join(flags)}"

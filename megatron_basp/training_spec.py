@@ -54,6 +54,11 @@ class Parallelism:
         ):
             if value not in known:
                 raise ConfigurationError(f"{name} {value} is not known: use one of {', '.join(known)}")
+        if self.pipeline_model_parallel_size > 1 and self.sharding in ("optim_grads", "optim_grads_params"):
+            raise ConfigurationError(
+                f"--data-parallel-sharding-strategy {self.sharding} is Megatron-FSDP, which has no pipeline stages: "
+                f"use --pipeline-model-parallel-size 1, or optim"
+            )
 
     @property
     def devices(self) -> int:

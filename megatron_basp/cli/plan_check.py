@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,11 @@ def run_check(options: argparse.Namespace) -> int:
         if value and name not in ("check", "cluster", "json", "run", "subcommand"):
             what = "a command line of Megatron's" if name == "flags" else f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"--check takes the run from its ledger: leave {what} out")
-    ledgers = [read_ledger(path) for path in files(options.check)]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ledgers = [read_ledger(path) for path in files(options.check)]
+    for warning in warned:
+        print(f"megatron-basp: warning: {warning.message}", file=sys.stderr)
     checks = [one for ledger in ledgers for one in check(ledger)]
     times = _times(ledgers, checks, options.cluster)
     different = [one for one in checks if one.differs_in is not None]

@@ -150,10 +150,16 @@ def test_a_fixed_group_size_that_cannot_be_is_refused():
 @pytest.mark.parametrize(
     ("memory_bytes", "remedy"),
     [
-        (2.9e9, "would fit with --data-parallel-sharding-strategy optim$"),
-        (2.68e9, "would fit with --data-parallel-sharding-strategy optim_grads_params$"),
-        (2.655e9, "would fit with --data-parallel-sharding-strategy optim_grads_params --recompute-gran.* selective$"),
-        (2.55e9, "would fit with --data-parallel-sharding-strategy optim_grads --recompute-granularity full$"),
+        (2.9e9, "would fit with --data-parallel-sharding-strategy optim .in Megatron --use-distributed-optimizer.$"),
+        (
+            2.68e9,
+            "would fit with --data-parallel-sharding-strategy optim_grads_params .in .* --use-megatron-fsdp.$",
+        ),
+        (
+            2.655e9,
+            "would fit with --data-parallel-.* optim_grads_params .* --recompute-gran.* selective$",
+        ),
+        (2.55e9, "would fit with --data-parallel-sharding-strategy optim_grads .* --recompute-granularity full$"),
         (2.4e9, "no sharding or recompute makes it fit"),
     ],
 )

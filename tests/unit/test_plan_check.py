@@ -212,7 +212,9 @@ def test_a_run_without_exchanges_is_equal(command):
         (["--cluster", "z80"], HEADER, "there is no cluster z80"),
         ([], replace(HEADER, flags={**HEADER.flags, "mtp-num-layers": 1}), "multi-token prediction"),
         ([], replace(HEADER, flags={**HEADER.flags, "pipeline-model-parallel-size": 3}), "layers % (PP·"),
-        ([], replace(HEADER, flags={}), "does not say --global-batch-size"),
+        ([], replace(HEADER, flags={**HEADER.flags, "data-parallel-size": 0}), "has 0 --data-parallel-size"),
+        ([], replace(HEADER, flags={**HEADER.flags, "num-layers": "2"}), "has 2 --num-layers"),
+        ([], replace(HEADER, flags={}), "has no --global-batch-size"),
     ],
 )
 def test_bad_input_is_one_line(command, words, header, said):
