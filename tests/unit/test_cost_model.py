@@ -290,6 +290,10 @@ def test_something_is_reserved():
             "Megatron-FSDP, which has no pipeline stages",
         ),
         ({"pipeline_model_parallel_size": 3}, r"layers % \(PP·virtual stages\) must be 0, got 4 layers and 3·1"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_stages": 2, "global_batch_size": 6},
+            "multiple of PP, got 3 and PP=2: use a --global-batch-size that is a multiple of 4",
+        ),
         ({"expert_model_parallel_size": 2}, "experts % EP must be 0, got 0 experts and EP=2"),
         ({"model": EXPERTS, "expert_model_parallel_size": 8, "context_parallel_size": 4}, r"\(DP·CP\) % EP must be 0"),
         ({"precision": "fp8"}, "cluster round has no peak for fp8, only for bf16, fp32"),
