@@ -244,6 +244,15 @@ def test_recompute_saves_activations_and_nothing_else():
     assert len({replace(memory, activation_bytes=0) for memory in by_recompute}) == 1
 
 
+def test_tensor_parallel_ranks_hold_the_tokens_of_their_experts_whole():
+    def activations(model):
+        run = training(model=model, tensor_model_parallel_size=2, context_parallel_size=4)
+        return memory_of(run, 1).activation_bytes / (run.tokens * 2 * model.layers)
+
+    without = replace(MODEL, ffn=1)
+    assert activations(EXPERTS) - activations(without) + 3 / 2 == 2 * (3 * 128 / 2 + 256 + 256 / 2)
+
+
 def test_interleaved_stages_hold_more_micro_batches():
     def activations(**sizes):
         run = training(model=replace(MODEL, layers=8), pipeline_model_parallel_size=4, recompute="selective", **sizes)
