@@ -165,6 +165,10 @@ def test_stages_send_activations_and_gradients_and_leave_the_node_where_stages_d
     assert pipeline_traffic(run).sent_bytes == pipeline_traffic(run).across_bytes == 2 * run.tokens * 256 * 2
     near = pipeline_traffic(training(pipeline_model_parallel_size=2, context_parallel_size=2))
     assert near.across_bytes == 0 < near.sent_bytes
+    # Two stages to a node of 4: every other one sends to the next node, and two GPUs share its interfaces.
+    mixed = pipeline_traffic(training(pipeline_model_parallel_size=4, context_parallel_size=2))
+    assert mixed.across_bytes == mixed.sent_bytes / 2
+    assert mixed.seconds == pytest.approx(mixed.sent_bytes * 2 / (2e10 * 0.9))
 
 
 # A step.
