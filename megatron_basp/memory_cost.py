@@ -100,8 +100,9 @@ def _saved_elements(training: TrainingSpec, group_size: int) -> tuple[float, flo
     core = (shape.heads + 2 * max(shape.kv_heads, group_size)) * size + output if group_size > 1 else query_key_value
     matrices = 3 if model.gated else 2  # what the activation function takes and gives
     if model.experts:
-        each = matrices * model.expert_ffn + 2 * model.hidden  # and the token as it goes in and comes out
-        mlp = (model.experts_per_token * each + matrices * model.shared_expert_ffn) / tensor_parallel
+        # And the token as it goes in, gathered from tensor-parallel ranks, and as it comes out, scattered over them.
+        each = matrices * model.expert_ffn / tensor_parallel + model.hidden * (1 + 1 / tensor_parallel)
+        mlp = model.experts_per_token * each + matrices * model.shared_expert_ffn / tensor_parallel
     else:
         mlp = matrices * model.ffn / tensor_parallel
     return norms + core + output + mlp, norms + query_key_value + output + mlp, core

@@ -131,11 +131,12 @@ def pipeline_traffic(training: TrainingSpec) -> Traffic:
     elements = training.tokens * training.model.hidden / spread
     sent_bytes = 2 * parallelism.virtual_stages * elements * training.element_bytes
     apart = parallelism.devices // parallelism.pipeline_model_parallel_size
-    if apart < cluster.gpus_per_node:
+    if parallelism.devices <= cluster.gpus_per_node:
         return Traffic(sent_bytes, 0, sent_bytes / cluster.within_bytes_per_second(2))
-    # Every GPU of the node sends to its neighbour in the next one.
-    rate = cluster.ring_across_bytes_per_second() / cluster.gpus_per_node
-    return Traffic(sent_bytes, sent_bytes, sent_bytes / rate)
+    # So many GPUs of a node send to the next one; the stage that they are of is the slowest.
+    leaving = min(apart, cluster.gpus_per_node)
+    seconds = sent_bytes * leaving / cluster.ring_across_bytes_per_second()
+    return Traffic(sent_bytes, sent_bytes * leaving / cluster.gpus_per_node, seconds)
 
 
 def ring(cluster: ClusterSpec, whole_bytes: float, ranks: int, stride: int) -> Traffic:

@@ -165,6 +165,10 @@ def test_stages_send_activations_and_gradients_and_leave_the_node_where_stages_d
     assert pipeline_traffic(run).sent_bytes == pipeline_traffic(run).across_bytes == 2 * run.tokens * 256 * 2
     near = pipeline_traffic(training(pipeline_model_parallel_size=2, context_parallel_size=2))
     assert near.across_bytes == 0 < near.sent_bytes
+    # Two stages to a node of 4: every other one sends to the next node, and two GPUs share its interfaces.
+    mixed = pipeline_traffic(training(pipeline_model_parallel_size=4, context_parallel_size=2))
+    assert mixed.across_bytes == mixed.sent_bytes / 2
+    assert mixed.seconds == pytest.approx(mixed.sent_bytes * 2 / (2e10 * 0.9))
 
 
 # A step.
@@ -244,6 +248,15 @@ def test_recompute_saves_activations_and_nothing_else():
     assert len({replace(memory, activation_bytes=0) for memory in by_recompute}) == 1
 
 
+def test_tensor_parallel_ranks_hold_the_tokens_of_their_experts_whole():
+    def activations(model):
+        run = training(model=model, tensor_model_parallel_size=2, context_parallel_size=4)
+        return memory_of(run, 1).activation_bytes / (run.tokens * 2 * model.layers)
+
+    without = replace(MODEL, ffn=1)
+    assert activations(EXPERTS) - activations(without) + 3 / 2 == 2 * (3 * 128 / 2 + 256 + 256 / 2)
+
+
 def test_interleaved_stages_hold_more_micro_batches():
     def activations(**sizes):
         run = training(model=replace(MODEL, layers=8), pipeline_model_parallel_size=4, recompute="selective", **sizes)
@@ -290,6 +303,10 @@ def test_something_is_reserved():
             "Megatron-FSDP, which has no pipeline stages",
         ),
         ({"pipeline_model_parallel_size": 3}, r"layers % \(PP·virtual stages\) must be 0, got 4 layers and 3·1"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_stages": 2, "global_batch_size": 6},
+            "multiple of PP, got 3 and PP=2: use a --global-batch-size that is a multiple of 4",
+        ),
         ({"expert_model_parallel_size": 2}, "experts % EP must be 0, got 0 experts and EP=2"),
         ({"model": EXPERTS, "expert_model_parallel_size": 8, "context_parallel_size": 4}, r"\(DP·CP\) % EP must be 0"),
         ({"precision": "fp8"}, "cluster round has no peak for fp8, only for bf16, fp32"),
