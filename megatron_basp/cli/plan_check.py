@@ -53,7 +53,7 @@ def run_check(options: argparse.Namespace) -> int:
     times = _times(ledgers, checks, options.cluster)
     different = [one for one in checks if one.differs_in is not None]
     if options.json:
-        print(json.dumps(_document(checks, times, options.cluster)))
+        print(json.dumps(_document(ledgers, checks, times, options.cluster)))
     else:
         _print(ledgers, checks, times, options.cluster)
     return 1 if different else 0
@@ -88,8 +88,11 @@ def _times(ledgers: list[LedgerFile], checks: list[Check], cluster: str | None) 
     return times
 
 
-def _document(checks: list[Check], times: list[Time], cluster: str | None) -> dict[str, Any]:
+def _document(
+    ledgers: list[LedgerFile], checks: list[Check], times: list[Time], cluster: str | None
+) -> dict[str, Any]:
     return {
+        "complete": all(ledger.is_complete for ledger in ledgers),
         "verdict": "different" if any(one.differs_in is not None for one in checks) else "equal",
         "exchanges": [
             {
