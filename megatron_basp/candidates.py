@@ -172,6 +172,9 @@ def _plain(training: TrainingSpec, size: int, batch_size: int, method: ExchangeM
     replicas = parallelism.replicas // size
     if training.global_batch_size % (batch_size * replicas) or training.seq_length % (2 * size if size > 1 else 1):
         return None
+    micro_batches = training.global_batch_size // (batch_size * replicas)
+    if parallelism.virtual_stages > 1 and micro_batches % parallelism.pipeline_model_parallel_size:
+        return None
     if limits.heads % size or limits.kv_heads % size:
         return None
     if training.seq_length * batch_size // size % training.token_multiple:
@@ -247,7 +250,8 @@ def _what_would_fit(training: TrainingSpec, plan: BatchPlan, memory: MemoryCost)
             if memory_of(changed, max(plan.group_sizes)).total_bytes <= room:
                 flags = []
                 if sharding != now.sharding:
-                    flags.append(f"--data-parallel-sharding-strategy {sharding}")
+                    of_megatron = "--use-distributed-optimizer" if sharding == "optim" else "with --use-megatron-fsdp"
+                    flags.append(f"--data-parallel-sharding-strategy {sharding} (in Megatron {of_megatron})")
                 if recompute != now.recompute:
                     flags.append(f"--recompute-granularity {recompute}")
                 return f"{problem}: it would fit with {' '.join(flags)}"

@@ -89,11 +89,9 @@ def step_cost(training: TrainingSpec, plan: BatchPlan, method: ExchangeMethod = 
     arithmetic = arithmetic_of(training)
     exchange = exchange_model(training, method).of_plan(plan)
     exchanges = layers * exchanges_per_layer(training)
-    # With everything recomputed, tensor- and expert-parallel ranks send forward's half once more.
-    again = 1.5 if parallelism.recompute == "full" else 1.0
     of_stage = {
-        "tensor": tensor_traffic(training).times(layers * again),
-        "expert": expert_traffic(training).times(layers * again),
+        "tensor": tensor_traffic(training).times(layers),
+        "expert": expert_traffic(training).times(layers),
         "pipeline": pipeline_traffic(training),
     }
     arithmetic_seconds = arithmetic.stage_seconds(layers)
@@ -102,9 +100,9 @@ def step_cost(training: TrainingSpec, plan: BatchPlan, method: ExchangeMethod = 
     )
     idle_stages = (parallelism.pipeline_model_parallel_size - 1) / parallelism.virtual_stages
     replicas = replica_traffic(training)
-    exposed = _exposed_seconds(replicas.a_step, arithmetic_seconds) + micro_batches * _exposed_seconds(
-        replicas.a_micro_batch, arithmetic_seconds
-    )
+    # Traffic of a step goes with one of its micro-batches, behind the same arithmetic.
+    exposed = _exposed_seconds(replicas.a_step + replicas.a_micro_batch, arithmetic_seconds)
+    exposed += (micro_batches - 1) * _exposed_seconds(replicas.a_micro_batch, arithmetic_seconds)
     optimizer = _optimizer_seconds(training)
     traffic = {kind: of_one.times(micro_batches) for kind, of_one in of_stage.items()}
     traffic["replicas"] = replicas.a_step + replicas.a_micro_batch.times(micro_batches)

@@ -169,10 +169,13 @@ def _micro_batches(flags: Mapping[str, Any]) -> int:
     )
 
 
-def _number(flags: Mapping[str, Any], name: str) -> int:
-    if name not in flags:
-        raise ConfigurationError(f"the ledger's header does not say --{name}; was it edited?")
-    return int(flags[name])
+def _number(flags: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    value = flags.get(name, otherwise)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(
+            f"the ledger's header has {'no' if value is None else value} --{name}, and it is 1 or more; was it edited?"
+        )
+    return value
 
 
 def _layers(flags: Mapping[str, Any]) -> tuple[int, int]:
@@ -181,10 +184,8 @@ def _layers(flags: Mapping[str, Any]) -> tuple[int, int]:
         raise ConfigurationError(
             "the exchanges of multi-token prediction are not predicted: check a run without --mtp-num-layers"
         )
-    stages, chunks = (
-        _number(flags, "pipeline-model-parallel-size"),
-        int(flags.get("virtual-pipeline-model-parallel-size", 1)),
-    )
+    stages = _number(flags, "pipeline-model-parallel-size")
+    chunks = _number(flags, "virtual-pipeline-model-parallel-size", 1)
     layers = _number(flags, "num-layers")
     if layers % (stages * chunks):
         raise ConfigurationError(

@@ -14,6 +14,7 @@ steps; its `step` is the one before, its `seconds` are those since then). Pure: 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -24,7 +25,20 @@ from megatron_basp.errors import ConfigurationError
 from megatron_basp.ledger import Amount, Collective, Phase
 
 FORMAT = 1
-_AMOUNT = [field.name for field in fields(Amount)]
+_COUNTS = dict.fromkeys(("count", "same_rank_bytes", "same_node_bytes", "across_nodes_bytes"), int)
+# What a line must hold, by its fields; a number is 0 or more.
+_COLLECTIVE: dict[str, Any] = {
+    **dict.fromkeys(("part", "operation", "group"), str),
+    **{"group_size": int, "layer": int | None, "wave": int | None, "direction": str | None},
+}
+_AMOUNT: dict[str, Any] = {**_COUNTS, "seconds": int | float | None}
+_STEP: dict[str, Any] = {"phase": str, "step": int, "seconds": int | float}
+_HEADER: dict[str, Any] = {
+    **dict.fromkeys(("rank", "world_size", "domain_size"), int),
+    **dict.fromkeys(("backend", "clock", "mode"), str),
+    **dict.fromkeys(("versions", "flags", "exchanged"), dict),
+    **dict.fromkeys(("training_waves", "evaluation_waves", "cp_ranks", "nodes"), list),
+}
 
 
 @dataclass(frozen=True)
@@ -178,19 +192,17 @@ def read_ledger(path: Path) -> LedgerFile:
     steps: list[Step] = []
     sent: dict[Collective, Amount] = {}
     for number, record in enumerate(records[1:], 2):
-        try:
-            match record["line"]:
-                case "sent":
-                    sent[Collective(**_of(record, Collective._fields))] = Amount(**_of(record, _AMOUNT))
-                case "step":
-                    steps.append(Step(record["phase"], record["step"], record["seconds"], sent))
-                    sent = {}
-                case "total":
-                    pass  # the sums of what stands above
-                case other:
-                    raise ConfigurationError(f"{path}:{number}: no line of format {FORMAT} is called {other}")
-        except KeyError as error:
-            raise ConfigurationError(f"{path}:{number}: the line has no {error.args[0]}; is it a ledger?") from None
+        where = f"{path}:{number}: the line"
+        match record["line"]:
+            case "sent":
+                sent[Collective(**_of(record, _COLLECTIVE, where))] = Amount(**_of(record, _AMOUNT, where))
+            case "step":
+                steps.append(Step(**_of(record, _STEP, where), sent=sent))
+                sent = {}
+            case "total":
+                pass  # the sums of what stands above
+            case other:
+                raise ConfigurationError(f"{path}:{number}: no line of format {FORMAT} is called {other}")
     if sent:
         warnings.warn(f"{path}: the last step is unfinished and left out", stacklevel=2)
     return LedgerFile(header, tuple(steps), is_complete=records[-1]["line"] == "total")
@@ -215,20 +227,39 @@ def _header(path: Path, records: list[dict[str, Any]]) -> Header:
             f"{path} is of format {record.get('format')}, and this version reads format {FORMAT}: use the version of "
             f"megatron_basp that wrote it ({record.get('versions', {}).get('megatron_basp', 'unknown')})"
         )
-    try:
-        return Header(
-            **{
-                **_of(record, [field.name for field in fields(Header)]),
-                "exchanged": Exchanged(**_of(record["exchanged"], [field.name for field in fields(Exchanged)])),
-                "training_waves": tuple(PlannedWave(**wave) for wave in record["training_waves"]),
-                "evaluation_waves": tuple(PlannedWave(**wave) for wave in record["evaluation_waves"]),
-                "cp_ranks": tuple(record["cp_ranks"]),
-                "nodes": tuple(record["nodes"]),
-            }
+    where = f"{path}:1: the header"
+    taken = _of(record, _HEADER, where)
+    sizes = {field.name: int for field in fields(Exchanged)}
+    for name in ("training_waves", "evaluation_waves"):
+        taken[name] = tuple(
+            PlannedWave(**_of(wave, {"rows": int, "group_size": int}, f"{where}'s {name}", least=1))
+            for wave in taken[name]
         )
-    except KeyError as error:
-        raise ConfigurationError(f"{path}:1: the header has no {error.args[0]}; was it edited?") from None
+    header = Header(
+        **{
+            **taken,
+            "exchanged": Exchanged(**_of(record["exchanged"], sizes, f"{where}'s exchanged", least=1)),
+            "cp_ranks": tuple(record["cp_ranks"]),
+            "nodes": tuple(record["nodes"]),
+        }
+    )
+    ranks = range(len(header.nodes))
+    if header.world_size != len(ranks) or not all(rank in ranks for rank in (header.rank, *header.cp_ranks)):
+        raise ConfigurationError(f"{where} has ranks beyond the {len(ranks)} of its nodes; was it edited?")
+    if header.rank not in header.cp_ranks or not all(isinstance(node, str) for node in header.nodes):
+        raise ConfigurationError(f"{where} has a rank outside of its group, or a node without a name; was it edited?")
+    if any(len(header.cp_ranks) % wave.group_size for wave in (*header.training_waves, *header.evaluation_waves)):
+        raise ConfigurationError(f"{where} has a wave whose K does not divide {len(header.cp_ranks)}; was it edited?")
+    return header
 
 
-def _of(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: record[name] for name in names}
+def _of(record: Any, kinds: Mapping[str, Any], where: str, least: int = 0) -> dict[str, Any]:
+    """These fields of a line, each of its kind, and numbers `least` or more."""
+    for name, kind in kinds.items():
+        if not isinstance(record, dict) or name not in record:
+            raise ConfigurationError(f"{where} has no {name}; is it a file that --basp-ledger wrote?")
+        value = record[name]
+        is_number = isinstance(value, int | float)
+        if not isinstance(value, kind) or isinstance(value, bool) or (is_number and not least <= value < math.inf):
+            raise ConfigurationError(f"{where} has {name} {value!r}; was it edited?")
+    return {name: record[name] for name in kinds}

@@ -54,12 +54,12 @@ def memory_of(training: TrainingSpec, largest_group_size: int) -> MemoryCost:
     saved = per_layer[parallelism.recompute] * layers
     # Of the layer that is being recomputed.
     again = {"none": 0.0, "selective": core, "full": whole}[parallelism.recompute]
-    in_flight = min(parallelism.pipeline_model_parallel_size, training.micro_batches)
-    activations = (saved * in_flight + again) * training.tokens * element
+    first_in_flight, last_in_flight = _in_flight(training)
+    activations = (saved * first_in_flight + again) * training.tokens * element
     # For the loss: logits in the model's precision, in fp32, and their gradient. The first stage of several, which has
-    # most micro-batches in flight, has none; the last, which has them, has one in flight.
+    # most micro-batches in flight, has none; the last, which has them, has fewest.
     logits = training.tokens * model.vocabulary / parallelism.tensor_model_parallel_size * (2 * element + 4)
-    last = (saved + again) * training.tokens * element
+    last = (saved * last_in_flight + again) * training.tokens * element
     if parallelism.pipeline_model_parallel_size > 1:
         activations, logits = max((activations, 0.0), (last, logits), key=sum)
     return MemoryCost(
@@ -69,6 +69,18 @@ def memory_of(training: TrainingSpec, largest_group_size: int) -> MemoryCost:
         activation_bytes=activations,
         logit_bytes=logits,
     )
+
+
+def _in_flight(training: TrainingSpec) -> tuple[float, float]:
+    """Micro-batches of which a stage holds activations: (the first stage, the last).
+
+    Virtual stages are interleaved: a first stage sends two micro-batches' chunks ahead for each further stage, and
+    all stages hold every chunk but one of as many micro-batches as there are stages.
+    """
+    stages, virtual = training.parallelism.pipeline_model_parallel_size, training.parallelism.virtual_stages
+    first = stages + (stages - 1) / virtual if virtual > 1 else stages
+    last = ((virtual - 1) * stages + 1) / virtual
+    return min(first, training.micro_batches), min(last, training.micro_batches)
 
 
 def _spread(training: TrainingSpec) -> int:
@@ -89,8 +101,9 @@ def _saved_elements(training: TrainingSpec, group_size: int) -> tuple[float, flo
     core = query_key_value + (output if group_size > 1 else 0)
     matrices = 3 if model.gated else 2  # what the activation function takes and gives
     if model.experts:
-        each = matrices * model.expert_ffn + 2 * model.hidden  # and the token as it goes in and comes out
-        mlp = (model.experts_per_token * each + matrices * model.shared_expert_ffn) / tensor_parallel
+        # And the token as it goes in, gathered from tensor-parallel ranks, and as it comes out, scattered over them.
+        each = matrices * model.expert_ffn / tensor_parallel + model.hidden * (1 + 1 / tensor_parallel)
+        mlp = model.experts_per_token * each + matrices * model.shared_expert_ffn / tensor_parallel
     else:
         mlp = matrices * model.ffn / tensor_parallel
     return norms + core + output + mlp, norms + query_key_value + output + mlp, core

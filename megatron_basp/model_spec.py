@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -99,45 +99,77 @@ class ModelSpec:
         return self.hidden * ffn * (3 if self.gated else 2)
 
 
+# Of Megatron's flags, those of layers that cost something else.
+_NOT_MODELLED = ("multi-latent-attention", "attention-output-gate", "mtp-num-layers", "window-size", "moe-latent-size")
+
+
 def model_from_flags(flags: Mapping[str, Any]) -> ModelSpec:
     """From Megatron's flags without their dashes (`num-layers` or `num_layers`), as in our YAML files.
 
     Raises:
-        ConfigurationError: names the key that is missing.
+        ConfigurationError: names the key that is missing, whose value is not of its kind, or that is not modelled.
     """
-    flags = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
+    flags = {str(name).replace("_", "-"): value for name, value in flags.items() if value is not None}
+    for name in _NOT_MODELLED:
+        if flags.get(name):
+            _refuse(f"--{name} (got {flags[name]})", "layers of that kind are not modelled")
+    frequency = flags.get("moe-layer-freq", 1)
+    if any(one != 1 for one in (frequency if isinstance(frequency, list) else [frequency])):
+        _refuse(f"--moe-layer-freq (got {frequency})", "layers are modelled as all of one kind")
 
     def need(name: str) -> int:
         if name not in flags:
             raise ConfigurationError(f"the model has no {name}: give --{name}, or a file that has it")
-        return int(flags[name])
+        return _whole(flags, name, 0)
 
     hidden, heads = need("hidden-size"), need("num-attention-heads")
-    gated = bool(flags.get("swiglu"))
+    gated = _switch(flags, "swiglu")
+    has_experts = _whole(flags, "num-experts", 0) > 0
     # As Megatron sets them where they are left out (`validate_args` in `training/arguments.py`).
-    ffn = int(flags.get("ffn-hidden-size", int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden))
+    ffn = _whole(flags, "ffn-hidden-size", int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
     return ModelSpec(
         layers=need("num-layers"),
         hidden=hidden,
         ffn=ffn,
         heads=heads,
-        kv_heads=int(flags.get("num-query-groups", heads)) if flags.get("group-query-attention") else heads,
-        head_size=int(flags.get("kv-channels", hidden // heads)),
+        kv_heads=_whole(flags, "num-query-groups", heads) if _switch(flags, "group-query-attention") else heads,
+        head_size=_whole(flags, "kv-channels", hidden // max(1, heads)),
         vocabulary=need("vocab-size"),
         gated=gated,
-        tied=not flags.get("untie-embeddings-and-output-weights"),
-        experts=int(flags.get("num-experts", 0)),
-        experts_per_token=int(flags.get("moe-router-topk", 2)) if flags.get("num-experts") else 0,
-        expert_ffn=int(flags.get("moe-ffn-hidden-size", ffn)) if flags.get("num-experts") else 0,
-        shared_expert_ffn=int(flags.get("moe-shared-expert-intermediate-size", 0)),
+        tied=not _switch(flags, "untie-embeddings-and-output-weights"),
+        experts=_whole(flags, "num-experts", 0),
+        experts_per_token=_whole(flags, "moe-router-topk", 2) if has_experts else 0,
+        expert_ffn=_whole(flags, "moe-ffn-hidden-size", ffn) if has_experts else 0,
+        shared_expert_ffn=_whole(flags, "moe-shared-expert-intermediate-size", 0),
     )
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise ConfigurationError(f"{what} is not modelled: {why}; leave it out to plan")
+
+
+def _whole(content: Mapping[str, Any], name: str, otherwise: int) -> int:
+    """A size; `otherwise` where there is none, or null."""
+    value = content.get(name)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"the model's {name} must be a whole number, 0 or more, got {value!r}")
+    return value
+
+
+def _switch(content: Mapping[str, Any], name: str) -> bool:
+    value = content.get(name)
+    if value not in (None, True, False):
+        raise ConfigurationError(f"the model's {name} must be true or false, got {value!r}")
+    return bool(value)
 
 
 def model_from_hugging_face(config: Mapping[str, Any]) -> ModelSpec:
     """From a Hugging Face `config.json` of the Llama, Mistral, Qwen2 and Qwen3 families, experts included.
 
     Raises:
-        ConfigurationError: another family, or a key that is missing.
+        ConfigurationError: another family, a key that is missing, or a value that is not of its kind.
     """
     families = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
     family = config.get("model_type")
@@ -149,22 +181,26 @@ def model_from_hugging_face(config: Mapping[str, Any]) -> ModelSpec:
     def need(name: str) -> int:
         if config.get(name) is None:
             raise ConfigurationError(f"the config.json of this {family} model has no {name}: is it the model's own?")
-        return int(config[name])
+        return _whole(config, name, 0)
 
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    if config.get("sliding_window") and config.get("use_sliding_window", family in ("mistral", "mixtral")):
+        _refuse(f"sliding_window (got {config['sliding_window']})", "layers of that kind are not modelled")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        _refuse("mlp_only_layers or decoder_sparse_step", "layers are modelled as all of one kind")
+    experts = _whole(config, "num_experts", 0) or _whole(config, "num_local_experts", 0)
     heads = need("num_attention_heads")
     return ModelSpec(
         layers=need("num_hidden_layers"),
         hidden=need("hidden_size"),
         ffn=need("intermediate_size"),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_size=int(config.get("head_dim") or need("hidden_size") // heads),
+        kv_heads=_whole(config, "num_key_value_heads", heads),
+        head_size=_whole(config, "head_dim", need("hidden_size") // max(1, heads)),
         vocabulary=need("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=_switch(config, "tie_word_embeddings"),
         experts=experts,
         experts_per_token=need("num_experts_per_tok") if experts else 0,
-        expert_ffn=int(config.get("moe_intermediate_size") or need("intermediate_size")) if experts else 0,
+        expert_ffn=_whole(config, "moe_intermediate_size", need("intermediate_size")) if experts else 0,
     )
 
 

@@ -80,14 +80,30 @@ def replica_traffic(training: TrainingSpec) -> ReplicaTraffic:
 
 
 def tensor_traffic(training: TrainingSpec) -> Traffic:
-    """Of one layer and micro-batch, forward and backward: four all-reduces, or as many pairs of gather and scatter."""
-    tensor_parallel = training.parallelism.tensor_model_parallel_size
-    elements = training.tokens * training.model.hidden
-    return ring(training.cluster, elements * training.element_bytes, tensor_parallel, 1).times(2 * 4)
+    """Of one layer and micro-batch, what is recomputed included: rings over its tokens, a gather and a scatter for
+    each all-reduce.
+
+    Attention and the MLP (or the shared expert) take two rings each way, and with `--sequence-parallel` one more
+    backward, which gathers the input again for the weights' gradient. Experts gather each token as often as it has
+    experts, and scatter it.
+    """
+    model, tensor_parallel = training.model, training.parallelism.tensor_model_parallel_size
+    matrices = 1 if model.experts and not model.shared_expert_ffn else 2
+    forward = 2 * (matrices + model.experts_per_token)
+    backward = forward + (matrices if training.parallelism.sequence_parallel else 0)
+    elements = training.tokens * model.hidden
+    whole = ring(training.cluster, elements * training.element_bytes, tensor_parallel, 1)
+    return whole.times(forward * _forwards(training) + backward)
+
+
+def _forwards(training: TrainingSpec) -> int:
+    """How often a micro-batch goes forward through the linear layers."""
+    return 2 if training.parallelism.recompute == "full" else 1
 
 
 def expert_traffic(training: TrainingSpec) -> Traffic:
-    """Of one layer and micro-batch: tokens to their experts and back, forward and backward, evenly dealt out."""
+    """Of one layer and micro-batch: tokens to their experts and back, evenly dealt out; forward, backward, and what is
+    recomputed."""
     model, cluster, parallelism = training.model, training.cluster, training.parallelism
     ranks, tensor_parallel = parallelism.expert_model_parallel_size, parallelism.tensor_model_parallel_size
     if ranks == 1 or not model.experts:
@@ -103,7 +119,7 @@ def expert_traffic(training: TrainingSpec) -> Traffic:
         latency = max(latency, cluster.across_latency_seconds())
         across_seconds = across_bytes * cluster.gpus_per_node / cluster.across_bytes_per_second(nodes)
         seconds = max(seconds, across_seconds)
-    return Traffic(within_bytes + across_bytes, across_bytes, latency + seconds).times(2 * 2)
+    return Traffic(within_bytes + across_bytes, across_bytes, latency + seconds).times(2 * (_forwards(training) + 1))
 
 
 def pipeline_traffic(training: TrainingSpec) -> Traffic:
@@ -115,11 +131,12 @@ def pipeline_traffic(training: TrainingSpec) -> Traffic:
     elements = training.tokens * training.model.hidden / spread
     sent_bytes = 2 * parallelism.virtual_stages * elements * training.element_bytes
     apart = parallelism.devices // parallelism.pipeline_model_parallel_size
-    if apart < cluster.gpus_per_node:
+    if parallelism.devices <= cluster.gpus_per_node:
         return Traffic(sent_bytes, 0, sent_bytes / cluster.within_bytes_per_second(2))
-    # Every GPU of the node sends to its neighbour in the next one.
-    rate = cluster.ring_across_bytes_per_second() / cluster.gpus_per_node
-    return Traffic(sent_bytes, sent_bytes, sent_bytes / rate)
+    # So many GPUs of a node send to the next one; the stage that they are of is the slowest.
+    leaving = min(apart, cluster.gpus_per_node)
+    seconds = sent_bytes * leaving / cluster.ring_across_bytes_per_second()
+    return Traffic(sent_bytes, sent_bytes * leaving / cluster.gpus_per_node, seconds)
 
 
 def ring(cluster: ClusterSpec, whole_bytes: float, ranks: int, stride: int) -> Traffic:

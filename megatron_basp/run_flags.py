@@ -71,6 +71,8 @@ def _other_flags(training: TrainingSpec) -> str:
         "--expert-model-parallel-size": parallelism.expert_model_parallel_size,
     }
     flags = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+    if training.model.experts:
+        flags.append("--moe-token-dispatcher-type alltoall")  # as modelled; Megatron's default is allgather
     if parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1:
         flags.append("--sequence-parallel")
     flags.append(f"--seq-length {training.seq_length} --global-batch-size {training.global_batch_size}")

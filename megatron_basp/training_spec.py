@@ -54,6 +54,11 @@ class Parallelism:
         ):
             if value not in known:
                 raise ConfigurationError(f"{name} {value} is not known: use one of {', '.join(known)}")
+        if self.pipeline_model_parallel_size > 1 and self.sharding in ("optim_grads", "optim_grads_params"):
+            raise ConfigurationError(
+                f"--data-parallel-sharding-strategy {self.sharding} is Megatron-FSDP, which has no pipeline stages: "
+                f"use --pipeline-model-parallel-size 1, or optim"
+            )
 
     @property
     def devices(self) -> int:
@@ -183,6 +188,12 @@ def _check(training: TrainingSpec) -> None:
         raise ConfigurationError(
             f"--global-batch-size % (B·DP) must be 0, got {training.global_batch_size}, "
             f"B={training.micro_batch_size}, DP={parallelism.data_parallel_size}: use a multiple of {samples}"
+        )
+    if parallelism.virtual_stages > 1 and training.micro_batches % stages:
+        raise ConfigurationError(
+            f"virtual pipeline stages want M = samples/(B·DP) micro-batches to be a multiple of PP, got "
+            f"{training.micro_batches} and PP={stages}: use a --global-batch-size that is a multiple of "
+            f"{samples * stages}"
         )
     gpus = None if cluster.nodes is None else cluster.nodes * cluster.gpus_per_node
     if gpus is not None and parallelism.devices > gpus:

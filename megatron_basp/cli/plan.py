@@ -40,7 +40,8 @@ found other bytes than predicted.
 --check predicts what attention's exchanges send in a training step from the run that the ledger's header describes,
 and holds it to the count of every step, by wave, operation and direction, split into bytes inside nodes and across.
 With --cluster the modelled seconds stand beside those measured; they are not judged. Its document of --json: verdict
-(equal, different), exchanges (rank, kind, predicted, counted, steps, differs_in_step), cluster, seconds.
+(equal, different), complete (whether the run came to its end), exchanges (rank, kind, predicted, counted, steps,
+differs_in_step), cluster, seconds.
 
 document of --json; everything is modelled, seconds and bytes are of one step and one rank:
   choice             waves [{rows (their number), group_size}], step_seconds, speedup_over_ulysses (null: see

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,16 @@ def run_check(options: argparse.Namespace) -> int:
         if value and name not in ("check", "cluster", "json", "run", "subcommand"):
             what = "a command line of Megatron's" if name == "flags" else f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"--check takes the run from its ledger: leave {what} out")
-    ledgers = [read_ledger(path) for path in files(options.check)]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ledgers = [read_ledger(path) for path in files(options.check)]
+    for warning in warned:
+        print(f"megatron-basp: warning: {warning.message}", file=sys.stderr)
     checks = [one for ledger in ledgers for one in check(ledger)]
     times = _times(ledgers, checks, options.cluster)
     different = [one for one in checks if one.differs_in is not None]
     if options.json:
-        print(json.dumps(_document(checks, times, options.cluster)))
+        print(json.dumps(_document(ledgers, checks, times, options.cluster)))
     else:
         _print(ledgers, checks, times, options.cluster)
     return 1 if different else 0
@@ -82,8 +88,11 @@ def _times(ledgers: list[LedgerFile], checks: list[Check], cluster: str | None) 
     return times
 
 
-def _document(checks: list[Check], times: list[Time], cluster: str | None) -> dict[str, Any]:
+def _document(
+    ledgers: list[LedgerFile], checks: list[Check], times: list[Time], cluster: str | None
+) -> dict[str, Any]:
     return {
+        "complete": all(ledger.is_complete for ledger in ledgers),
         "verdict": "different" if any(one.differs_in is not None for one in checks) else "equal",
         "exchanges": [
             {

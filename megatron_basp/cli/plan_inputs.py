@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.library import MODELS, named_cluster, named_model, names, no_cluster
-from megatron_basp.training_spec import Parallelism, Sharding, TrainingSpec
+from megatron_basp.training_spec import Parallelism, TrainingSpec
 
 # Options that Megatron has too, and that a command line of Megatron's says by itself.
 SIZES = """
@@ -41,6 +41,11 @@ def _from_options(options: argparse.Namespace) -> Question:
     batch_size = options.micro_batch_size
     if options.search and options.global_batch_size is not None and batch_size is None:
         batch_size = options.global_batch_size // parallelism.data_parallel_size
+        if batch_size < 1 or options.global_batch_size % parallelism.data_parallel_size:
+            raise ConfigurationError(
+                f"--global-batch-size % DP must be 0, got {options.global_batch_size} and "
+                f"DP={parallelism.data_parallel_size}: use a multiple of {parallelism.data_parallel_size}"
+            )
     for flag, value in {
         "--model": options.model,
         "--seq-length": options.seq_length,
@@ -69,12 +74,12 @@ def _parallelism(options: argparse.Namespace) -> Parallelism:
     """`--ranks` alone is N; beside `--context-parallel-size` it is all devices."""
     tensor_parallel = _given(options, "tensor_model_parallel_size")
     stages = _given(options, "pipeline_model_parallel_size")
-    ranks = options.context_parallel_size or options.ranks
+    ranks = options.ranks if options.context_parallel_size is None else options.context_parallel_size
     if ranks is None:
         raise ConfigurationError("--ranks is missing: give the number of context-parallel ranks N")
     if ranks < 2:
         raise ConfigurationError(
-            f"there is nothing to plan below N = 2 context-parallel ranks, got {ranks}: use --ranks 2 or more"
+            f"there is nothing to plan below N = 2 context-parallel ranks, got {ranks}: use 2 or more"
         )
     model_ranks = tensor_parallel * stages * ranks
     data_parallel = 1
@@ -85,19 +90,13 @@ def _parallelism(options: argparse.Namespace) -> Parallelism:
                 f"use a multiple of {model_ranks}"
             )
         data_parallel = options.ranks // model_ranks
-    sharding: Sharding = options.data_parallel_sharding_strategy or "no_shard"
-    if stages > 1 and sharding in ("optim_grads", "optim_grads_params"):
-        raise ConfigurationError(
-            f"--data-parallel-sharding-strategy {sharding} is Megatron-FSDP, which has no pipeline stages: use "
-            f"--pipeline-model-parallel-size 1, or optim"
-        )
     return Parallelism(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=stages,
         context_parallel_size=ranks,
         data_parallel_size=data_parallel,
         expert_model_parallel_size=_given(options, "expert_model_parallel_size"),
-        sharding=sharding,
+        sharding=options.data_parallel_sharding_strategy or "no_shard",
         recompute=options.recompute_granularity or "none",
     )
 

@@ -13,6 +13,7 @@ from megatron_basp.training_spec import TrainingSpec
 
 COLOURS = ("#7fb2e5", "#f6b26b", "#93c47d", "#c9a0dc", "#ffd966", "#76c7c0", "#e6a0b4", "#b7b7b7")
 CROSSING = "#cc0000"
+LEAST_INCHES = 0.42  # a cell that letters fit into; racks of 72 make a wide picture
 # In cells.
 CELLS_PER_LINE, LEAST_WIDTH, GAP, LINE_HEIGHT, CAPTION_HEIGHT = 32, 9, 0.7, 2.0, 1.0
 
@@ -59,7 +60,7 @@ def draw(training: TrainingSpec, plan: BatchPlan, title: str, file: Path) -> Non
     height = LINE_HEIGHT * len(lines) + CAPTION_HEIGHT
     right, top = max(len(lines[0]) * (cells + GAP) - GAP, LEAST_WIDTH) + 0.3, 1.6
     bottom = -height * len(waves)
-    scale = min(0.75, 14 / right)  # inches to a cell
+    scale = max(LEAST_INCHES, min(0.75, 14 / right))  # to a cell
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
         figure = pyplot.figure(figsize=((right + 0.3) * scale, (top - bottom) * scale))
         ax = figure.add_axes((0, 0, 1, 1))

@@ -55,8 +55,8 @@ def print_result(result: PlanResult) -> None:
     console.print(f"\n[bold]{verdict(comparison)}[/bold]")
     console.print(
         "Of a rank: tokens of a micro-batch; the rest of a step of M micro-batches. exchange, across nodes: what "
-        "attention's exchanges send. plain flags: stock Megatron by a2a over the same devices and samples; its p2p "
-        "and all-gather are not modelled.",
+        "attention's exchanges send. plain flags: stock Megatron by a2a over the same devices and samples, with the "
+        "same tensor, pipeline and expert parallelism; others may be faster. Its p2p and all-gather are not modelled.",
         style="dim",
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,13 @@ FLAGS = """
 """.split()
 
 
+def set_aside(path: Path) -> None:
+    """What an earlier run wrote, one that this one goes on from perhaps, stays: `x.jsonl` -> `x.jsonl.1`, `.2`, …"""
+    if path.exists():
+        taken = itertools.takewhile(Path.exists, (Path(f"{path}.{number}") for number in itertools.count(1)))
+        path.rename(f"{path}.{len(list(taken)) + 1}")
+
+
 class Bookkeeper:
     """Writes the file of this rank, from the creation of groups until `close`."""
 
@@ -40,6 +49,7 @@ class Bookkeeper:
         assert runtime.settings.ledger is not None
         path = file_of_rank(runtime.settings.ledger, header.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
+        set_aside(path)
         self._writer = LedgerWriter(path.open("w"), header)
         self._runtime = runtime
         self._unwritten: deque[tuple[Phase, int, float, Page]] = deque()

@@ -25,7 +25,7 @@ class CommandLine:
     def __init__(self, words: Sequence[str]) -> None:
         from megatron.training.arguments import add_megatron_arguments
 
-        self._parser = add_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
+        self._parser = add_arguments(add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False)))
         self._flags: list[tuple[str, list[str]]] = []
         for word in words:
             flag, equals, value = word.partition("=")

@@ -11,6 +11,7 @@ is measured where nobody asked for either.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -84,15 +85,18 @@ class ExchangeMonitor:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.written = self.logged = self._totals = Totals()
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque()
         runtime.ledger.clock = clock()
         runtime.steps.readers.append(self.read)
 
     def read(self, phase: Phase, iteration: int, seconds: float, page: Page) -> None:
         if phase == "training":
             exchange = page.exchange
-            self._spans += exchange.spans
+            self._spans.extend(exchange.spans)
             steps, sent_bytes, measured = self._totals
+            # Those of earlier steps are over as a rule: kept until somebody asks, they would pile up.
+            while self._spans and self._spans[0].is_over():
+                measured += self._spans.popleft().seconds()
             self._totals = Totals(steps + 1, sent_bytes + sum(exchange.sent_bytes.values()), measured)
 
     def totals(self) -> Totals:

@@ -21,18 +21,10 @@ def _one(value: Any) -> bool:
     return value in (None, 1)
 
 
-# What trains, and is not modelled: whether a value is, and what is missing.
+# What trains, and is not modelled: whether a value is, and what is missing. `model_from_flags` knows of layers.
 NOT_MODELLED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        ("multi_latent_attention", "attention_output_gate", "mtp_num_layers", "window_size", "moe_latent_size"),
-        (lambda value: not value, "layers of that kind are not modelled"),
-    ),
-    **dict.fromkeys(
         ("sft", "dataloader_inter_document_masking"), (lambda value: not value, "rows are modelled as one sequence")
-    ),
-    "moe_layer_freq": (
-        lambda value: _one(value) or (isinstance(value, list) and set(value) == {1}),
-        "layers are modelled as all of one kind",
     ),
     **dict.fromkeys(
         (
@@ -55,6 +47,7 @@ NOT_MODELLED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: not value or set(value) == {"core_attn"},
         "selective recompute is modelled for core_attn alone",
     ),
+    "yaml_cfg": (lambda value: not value, "flags are read, and no file of them"),
     "recompute_method": (lambda value: value in (None, "uniform"), "full recompute is modelled for all layers"),
     "recompute_num_layers": (_one, "full recompute is modelled layer by layer"),
 }
@@ -151,6 +144,12 @@ def _refuse_what_is_not_modelled(args: Any) -> None:
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {expert_tensor} is not modelled where it is not the "
             f"--tensor-model-parallel-size: leave it out to plan"
+        )
+    expert_ranks = args.expert_model_parallel_size * args.tensor_model_parallel_size
+    if args.num_experts and expert_ranks > 1 and args.moe_token_dispatcher_type != "alltoall":
+        raise ConfigurationError(
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is not modelled where EP·TP is more than "
+            f"1, got {expert_ranks}: give alltoall to plan"
         )
     for name, (is_modelled, why) in NOT_MODELLED.items():
         value = getattr(args, name, None)

@@ -17,9 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_basp.errors import RankFailed
 from megatron_basp.ledger_file import Exchanged, LedgerFile, PlannedWave, file_of_rank, read_ledger, total
+from megatron_basp.library import named_cluster
 from megatron_basp.local_ranks import run_ranks
 from megatron_basp.megatron.recorder import Record
 from megatron_basp.model_spec import model_from_flags
+from megatron_basp.parallel_cost import tensor_traffic
+from megatron_basp.training_spec import Parallelism, TrainingSpec
 from tests.end_to_end.training import GQA, MODEL, ROPE, SEQ_LENGTH, TRAINING, Trainer, batch, cp
 
 STEPS = 2
@@ -232,6 +235,27 @@ def test_bytes_to_each_class_of_peers_are_those_of_the_formula(
     assert row is not None
     inside, across = (sum(amounts[i] for amounts in expected.values()) / 2**20 for i in (2, 3))
     assert row.groups() == (str(2 * len(expected)), f"{inside:.3f}", f"{across:.3f}")
+
+
+def test_tensor_parallel_ranks_send_what_the_cost_model_says(trainer: Trainer, tmp_path: Path) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)} {cp(2)} --tensor-model-parallel-size 2 --sequence-parallel"
+    flags += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ledger = train(trainer, f"{flags} --sequence-parallel-mode basp", 4, tmp_path)[0]
+    run = TrainingSpec(
+        model_from_flags(ledger.header.flags),
+        named_cluster("h100-8"),
+        Parallelism(tensor_model_parallel_size=2, context_parallel_size=2, recompute="full"),
+        SEQ_LENGTH,
+        micro_batch_size=3,
+        global_batch_size=6,
+        precision="fp32",
+    )
+    ring_bytes = run.tokens * run.model.hidden * ELEMENT // 2
+    # Not modelled: the embedding scatters and gathers, the output layer gathers twice and scatters.
+    a_micro_batch = LAYERS * tensor_traffic(run).sent_bytes + 5 * ring_bytes
+    for step in ledger.of("training"):
+        rings = [a for c, a in step.sent.items() if c.part == "tp" and c.operation in ("all_gather", "reduce_scatter")]
+        assert sum(amount.sent_bytes for amount in rings) == 2 * a_micro_batch
 
 
 def test_without_the_flag_torch_is_left_alone(trainer: Trainer, tmp_path: Path) -> None:

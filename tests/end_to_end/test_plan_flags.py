@@ -63,6 +63,7 @@ def test_the_printed_flags_ask_for_the_run_that_was_modelled(plan: Any, words: s
         if found["training"]["tensor_model_parallel_size"] == 1:
             found["training"]["sequence_parallel"] = False
     assert again == first
+    assert ("--moe-token-dispatcher-type alltoall" in first["choice"]["flags"]) == ("--model" in words)
 
 
 @pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
@@ -121,6 +122,9 @@ def test_a_stock_command_line_is_planned_as_it_is(plan: Any) -> None:
             "layers are modelled as all of one kind",
         ),
         ("--optimizer sgd", "only Adam's memory"),
+        ("--num-experts 8 --expert-model-parallel-size 4", "--moe-token-dispatcher-type allgather is not modelled"),
+        ("--yaml-cfg run.yaml", "--yaml-cfg (got run.yaml) is not modelled"),
+        ("--help", "--help is none of them"),
         ("--basp-domain-size 4", "--basp-domain-size must be the 8 GPUs"),
         ("--fp16", "--fp16 (got True) is not supported"),
         ("--qk-clip", "--qk-clip"),

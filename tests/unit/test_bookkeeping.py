@@ -13,7 +13,7 @@ import torch
 from megatron_basp.clock import DeviceSpan, HostSpan, clock
 from megatron_basp.ledger import Amount, Collective, Ledger, Page
 from megatron_basp.ledger_file import LedgerFile, read_ledger
-from megatron_basp.megatron.bookkeeping import Bookkeeper
+from megatron_basp.megatron.bookkeeping import Bookkeeper, set_aside
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.steps import Steps
 from tests.settings import small_settings
@@ -198,3 +198,14 @@ def test_the_pages_of_a_run_that_writes_no_ledger_are_turned_all_the_same() -> N
         with steps.step("training", iteration):
             send(runtime.ledger, "first")
     assert runtime.ledger.page == {}
+
+
+def test_a_run_that_starts_again_keeps_what_was_written_before(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.rank0.jsonl"
+    set_aside(path)
+    for text in ("first", "second", "third"):
+        path.write_text(text)
+        set_aside(path)
+        assert not path.exists()
+    kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert kept == {f"{path.name}.1": "first", f"{path.name}.2": "second", f"{path.name}.3": "third"}

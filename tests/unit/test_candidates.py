@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_basp.candidates import compare_plans
+from megatron_basp.candidates import compare_plans, plain_runs
 from megatron_basp.cost_model import step_cost
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.placement import divisors
@@ -49,6 +49,14 @@ def test_no_decomposition_is_faster_than_the_choice(ranks, rows, seq_length, gpu
 def test_candidates_come_with_the_fastest_first():
     steps = [one.cost.step_seconds for one in compare_plans(training(micro_batch_size=6)).candidates]
     assert steps == sorted(steps) and len(steps) > 3
+
+
+def test_plain_flags_of_virtual_stages_have_as_many_micro_batches_as_megatron_wants():
+    run = training(pipeline_model_parallel_size=2, virtual_stages=2, micro_batch_size=6, global_batch_size=12)
+    found = {one.training.micro_batches for one in plain_runs(run)}
+    assert found == {2, 6}
+    in_turn = replace(run, parallelism=replace(run.parallelism, virtual_stages=1))
+    assert {one.training.micro_batches for one in plain_runs(in_turn)} == found | {1, 3}
 
 
 def test_ulysses_is_one_wave_over_all_ranks():
@@ -150,10 +158,16 @@ def test_a_fixed_group_size_that_cannot_be_is_refused():
 @pytest.mark.parametrize(
     ("memory_bytes", "remedy"),
     [
-        (2.9e9, "would fit with --data-parallel-sharding-strategy optim$"),
-        (2.68e9, "would fit with --data-parallel-sharding-strategy optim_grads_params$"),
-        (2.655e9, "would fit with --data-parallel-sharding-strategy optim_grads_params --recompute-gran.* selective$"),
-        (2.55e9, "would fit with --data-parallel-sharding-strategy optim_grads --recompute-granularity full$"),
+        (2.9e9, "would fit with --data-parallel-sharding-strategy optim .in Megatron --use-distributed-optimizer.$"),
+        (
+            2.68e9,
+            "would fit with --data-parallel-sharding-strategy optim_grads_params .in .* --use-megatron-fsdp.$",
+        ),
+        (
+            2.655e9,
+            "would fit with --data-parallel-.* optim_grads_params .* --recompute-gran.* selective$",
+        ),
+        (2.55e9, "would fit with --data-parallel-sharding-strategy optim_grads .* --recompute-granularity full$"),
         (2.4e9, "no sharding or recompute makes it fit"),
     ],
 )

@@ -143,9 +143,20 @@ def test_experts_get_each_token_as_often_as_it_has_experts():
     assert expert_traffic(training(model=EXPERTS)).sent_bytes == 0
 
 
-def test_tensor_parallel_ranks_reduce_four_times_a_layer():
-    run = training(tensor_model_parallel_size=2, context_parallel_size=4)
-    assert tensor_traffic(run).sent_bytes == 4 * 2 * (run.tokens * 256 * 2) / 2
+@pytest.mark.parametrize(
+    ("sizes", "rings"),
+    [
+        ({"sequence_parallel": False}, 8),  # four all-reduces
+        ({}, 10),  # as gathers and scatters, and inputs gathered again for the weights' gradients
+        ({"recompute": "selective"}, 10),
+        ({"recompute": "full"}, 14),
+        ({"model": EXPERTS}, 4 + 1 + 4 * 2),  # attention's alone, and of 2 experts a token
+        ({"model": replace(EXPERTS, shared_expert_ffn=64)}, 10 + 4 * 2),
+    ],
+)
+def test_tensor_parallel_ranks_gather_and_scatter_so_many_times_a_layer(sizes, rings):
+    run = training(tensor_model_parallel_size=2, context_parallel_size=4, **sizes)
+    assert tensor_traffic(run).sent_bytes == rings * (run.tokens * 256 * 2) / 2
     assert tensor_traffic(training()).sent_bytes == 0
 
 
@@ -154,6 +165,10 @@ def test_stages_send_activations_and_gradients_and_leave_the_node_where_stages_d
     assert pipeline_traffic(run).sent_bytes == pipeline_traffic(run).across_bytes == 2 * run.tokens * 256 * 2
     near = pipeline_traffic(training(pipeline_model_parallel_size=2, context_parallel_size=2))
     assert near.across_bytes == 0 < near.sent_bytes
+    # Two stages to a node of 4: every other one sends to the next node, and two GPUs share its interfaces.
+    mixed = pipeline_traffic(training(pipeline_model_parallel_size=4, context_parallel_size=2))
+    assert mixed.across_bytes == mixed.sent_bytes / 2
+    assert mixed.seconds == pytest.approx(mixed.sent_bytes * 2 / (2e10 * 0.9))
 
 
 # A step.
@@ -172,6 +187,7 @@ def test_a_step_lies_between_its_bounds():
     for sizes in (
         {},
         {"sharding": "optim_grads_params"},
+        {"sharding": "optim_grads", "cluster": with_across(bytes_per_second_per_nic=1e8)},
         {"pipeline_model_parallel_size": 2, "global_batch_size": 16},
         {"pipeline_model_parallel_size": 2, "virtual_stages": 2, "global_batch_size": 16},
         {"tensor_model_parallel_size": 2, "recompute": "full"},
@@ -232,6 +248,27 @@ def test_recompute_saves_activations_and_nothing_else():
     assert len({replace(memory, activation_bytes=0) for memory in by_recompute}) == 1
 
 
+def test_tensor_parallel_ranks_hold_the_tokens_of_their_experts_whole():
+    def activations(model):
+        run = training(model=model, tensor_model_parallel_size=2, context_parallel_size=4)
+        return memory_of(run, 1).activation_bytes / (run.tokens * 2 * model.layers)
+
+    without = replace(MODEL, ffn=1)
+    assert activations(EXPERTS) - activations(without) + 3 / 2 == 2 * (3 * 128 / 2 + 256 + 256 / 2)
+
+
+def test_interleaved_stages_hold_more_micro_batches():
+    def activations(**sizes):
+        run = training(model=replace(MODEL, layers=8), pipeline_model_parallel_size=4, recompute="selective", **sizes)
+        return memory_of(run, 1).activation_bytes
+
+    one = activations(global_batch_size=2 * 4) - activations(global_batch_size=2 * 3)
+    more = activations(global_batch_size=32, virtual_stages=2) - activations(global_batch_size=32)
+    assert more == pytest.approx(one * 3 / 2)  # (PP-1)/V
+    few = {"global_batch_size": 2 * 4}  # no more than there are
+    assert activations(**few, virtual_stages=2) == pytest.approx(activations(**few))
+
+
 def test_of_several_stages_the_first_has_most_in_flight_and_the_last_the_logits():
     one = memory_of(training(), 4)
     first = memory_of(training(pipeline_model_parallel_size=4, global_batch_size=16), 4)
@@ -261,7 +298,15 @@ def test_something_is_reserved():
         ({"micro_batch_size": 0, "global_batch_size": 2}, "--micro-batch-size must be 1 or more, got 0"),
         ({"global_batch_size": 3}, r"--global-batch-size % \(B·DP\) must be 0, got 3, B=2, DP=1: use a multiple of 2"),
         ({"tensor_model_parallel_size": 3}, "heads % TP must be 0, got 8 attention heads, 4 query groups and TP=3"),
+        (
+            {"pipeline_model_parallel_size": 2, "sharding": "optim_grads"},
+            "Megatron-FSDP, which has no pipeline stages",
+        ),
         ({"pipeline_model_parallel_size": 3}, r"layers % \(PP·virtual stages\) must be 0, got 4 layers and 3·1"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_stages": 2, "global_batch_size": 6},
+            "multiple of PP, got 3 and PP=2: use a --global-batch-size that is a multiple of 4",
+        ),
         ({"expert_model_parallel_size": 2}, "experts % EP must be 0, got 0 experts and EP=2"),
         ({"model": EXPERTS, "expert_model_parallel_size": 8, "context_parallel_size": 4}, r"\(DP·CP\) % EP must be 0"),
         ({"precision": "fp8"}, "cluster round has no peak for fp8, only for bf16, fp32"),

@@ -125,6 +125,33 @@ def test_lines_that_the_format_does_not_have_are_refused_with_their_number(
         read_ledger(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "name", "value", "message"),
+    [
+        (0, "flags", [], r"has flags \[\]"),
+        (0, "training_waves", [{"rows": 2, "group_size": 0}], "training_waves has group_size 0"),
+        (0, "training_waves", [{"rows": 2, "group_size": 3}], "whose K does not divide"),
+        (0, "cp_ranks", [0, []], "ranks beyond"),
+        (0, "world_size", 10**30, "ranks beyond"),
+        (0, "cp_ranks", [0, 2, 3], "a rank outside of its group"),
+        (1, "count", "1", "has count '1'"),
+        (1, "group_size", None, "has group_size None"),
+        (1, "same_node_bytes", -1, "has same_node_bytes -1"),
+        (1, "seconds", float("nan"), "has seconds nan"),
+    ],
+)
+def test_values_that_no_run_writes_are_refused_in_one_line(
+    path: Path, line: int, name: str, value: object, message: str
+) -> None:
+    write(path)
+    lines = path.read_text().splitlines()
+    lines[line] = json.dumps({**json.loads(lines[line]), name: value})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigurationError, match=message) as error:
+        read_ledger(path)
+    assert "\n" not in str(error.value)
+
+
 def test_the_rank_goes_before_the_suffix() -> None:
     assert file_of_rank(Path("runs/ledger.jsonl"), 3) == Path("runs/ledger.rank3.jsonl")
     assert file_of_rank(Path("ledger"), 3) == Path("ledger.rank3")

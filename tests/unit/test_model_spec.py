@@ -75,9 +75,35 @@ def test_a_missing_key_is_named(name: str) -> None:
         model_from_flags(flags)
 
 
+@pytest.mark.parametrize("value", ["8", 1.5, True, float("inf"), -1, [], {}])
+@pytest.mark.parametrize("name", ["num-layers", "num-attention-heads", "num-experts", "moe-router-topk", "vocab-size"])
+def test_a_size_that_is_no_whole_number_is_named(name: str, value: object) -> None:
+    flags = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "vocab-size": 100, "num-experts": 4}
+    with pytest.raises(ConfigurationError, match=f"the model's {name} must be a whole number"):
+        model_from_flags({**flags, name: value})
+
+
+def test_a_window_that_is_not_in_use_is_none() -> None:
+    config = {**HUGGING_FACE, "sliding_window": 4096, "use_sliding_window": False, "mlp_only_layers": []}
+    assert model_from_hugging_face(config) == model_from_hugging_face(HUGGING_FACE)
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_named() -> None:
+    flags = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "vocab-size": 100}
+    with pytest.raises(ConfigurationError, match="the model's swiglu must be true or false, got 'no'"):
+        model_from_flags({**flags, "swiglu": "no"})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"mlp_only_layers": [0]}, "mlp_only_layers or decoder_sparse_step is not modelled"),
+        ({"decoder_sparse_step": 2}, "mlp_only_layers or decoder_sparse_step is not modelled"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, r"sliding_window \(got 4096\) is not modelled"),
+        ({"model_type": "mistral", "sliding_window": 4096}, r"sliding_window \(got 4096\) is not modelled"),
+        ({"num_attention_heads": 0}, "a model needs heads of 1 or more, got 0"),
+        ({"hidden_size": "2048"}, "the model's hidden_size must be a whole number"),
+        ({"tie_word_embeddings": "no"}, "the model's tie_word_embeddings must be true or false"),
         ({"model_type": "mamba2"}, "model_type mamba2 is not known"),
         ({"hidden_size": None}, "the config.json of this qwen3_moe model has no hidden_size"),
         ({"num_key_value_heads": 5}, "H % Hkv must be 0, got H=32, Hkv=5"),
@@ -97,6 +123,9 @@ def test_impossible_models_are_refused(change: dict[str, object], message: str) 
         ("broken.json", "{", "broken.json cannot be read"),
         ("broken.yaml", "a: [", "broken.yaml is not YAML"),
         ("list.yaml", "- 1", "list.yaml is no mapping"),
+        ("mla.yaml", "multi-latent-attention: true", "--multi-latent-attention .got True. is not modelled"),
+        ("mixed.yaml", "moe-layer-freq: 2", "--moe-layer-freq .got 2. is not modelled"),
+        ("numbers.yaml", "1: 2", "the model has no hidden-size"),
     ],
 )
 def test_a_file_that_is_no_model_is_refused_in_one_line(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_basp.clock import HostSpan
-from megatron_basp.megatron.monitoring import check_throughput, peak_tflops
+from megatron_basp.ledger import Collective, Ledger
+from megatron_basp.megatron.monitoring import ExchangeMonitor, check_throughput, peak_tflops
+from megatron_basp.megatron.steps import Steps
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,14 @@ def test_a_span_is_the_time_from_its_making_to_its_end() -> None:
     outer.stop()
     sum(range(1000))
     assert inner.is_over() and 0 < inner.seconds() < outer.seconds() < 1
+
+
+def test_times_of_steps_that_are_over_are_added_up_and_not_kept() -> None:
+    ledger = Ledger()
+    runtime = SimpleNamespace(ledger=ledger, steps=Steps(ledger))
+    monitor = ExchangeMonitor(runtime)  # type: ignore[arg-type]
+    for iteration in range(5):
+        with runtime.steps.step("training", iteration), ledger.exchanging(Collective("exchange", "qkv", "group", 2)):
+            sum(range(1000))
+    assert not monitor._spans
+    assert monitor.totals().steps == 5 and monitor.totals().seconds > 0

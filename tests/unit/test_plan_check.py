@@ -186,7 +186,12 @@ def test_a_file_of_one_rank_is_held_by_itself(command):
 def test_the_document_has_bytes_and_seconds_in_places_of_their_own(command):
     status, out, _ = command([[step(1), step(2)]], "--cluster", "a100-40gb-2x4", "--json")
     document = json.loads(out)
-    assert status == 0 and document["verdict"] == "equal" and len(document["exchanges"]) == 8
+    assert (
+        status == 0
+        and document["verdict"] == "equal"
+        and document["complete"] is True
+        and len(document["exchanges"]) == 8
+    )
     times = {(one["wave"], one["direction"]): one for one in document["seconds"]}
     one = times[0, "forward"]
     assert one["measured_seconds"] == pytest.approx(2 * 2 * 0.25)  # two layers, two operations
@@ -211,7 +216,9 @@ def test_a_run_without_exchanges_is_equal(command):
         (["--cluster", "z80"], HEADER, "there is no cluster z80"),
         ([], replace(HEADER, flags={**HEADER.flags, "mtp-num-layers": 1}), "multi-token prediction"),
         ([], replace(HEADER, flags={**HEADER.flags, "pipeline-model-parallel-size": 3}), "layers % (PP·"),
-        ([], replace(HEADER, flags={}), "does not say --global-batch-size"),
+        ([], replace(HEADER, flags={**HEADER.flags, "data-parallel-size": 0}), "has 0 --data-parallel-size"),
+        ([], replace(HEADER, flags={**HEADER.flags, "num-layers": "2"}), "has 2 --num-layers"),
+        ([], replace(HEADER, flags={}), "has no --global-batch-size"),
     ],
 )
 def test_bad_input_is_one_line(command, words, header, said):

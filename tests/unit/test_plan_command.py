@@ -213,6 +213,9 @@ def test_the_verdict_does_not_call_a_difference_that_the_model_cannot_resolve():
         ([*PAPER, "--micro-batch-size", "2", "--seq-length", "-16"], "S % (2·N) to be 0"),
         ([*PAPER, "--micro-batch-size", "2", "--global-batch-size", "3"], "use a multiple of 2"),
         ([*PAPER, "--micro-batch-size", "2", "--context-parallel-size", "3"], "TP·PP·CP"),
+        ([*PAPER, "--micro-batch-size", "2", "--context-parallel-size", "0"], "N = 2 context-parallel ranks, got 0"),
+        ([*PAPER, "--search", "--global-batch-size", "1", "--context-parallel-size", "4"], "use a multiple of 2"),
+        ([*PAPER, "--search", "--global-batch-size", "25", "--context-parallel-size", "4"], "use a multiple of 2\n"),
         ([*PAPER, "--micro-batch-size", "2", "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size"),
         ([*PAPER, "--micro-batch-size", "2", "--basp-group-size", "3"], "N % K must be 0"),
         ([*PAPER, "--micro-batch-size", "2", "--model", "llama9"], "there is no model llama9"),
@@ -287,3 +290,10 @@ def test_ranks_fewer_or_wider_than_a_node_can_be_drawn(tmp_path, sizes):
     run = training(model=replace(MODEL, heads=64, kv_heads=64), cluster=CLUSTER, **sizes)
     draw(run, compare_plans(run).chosen.plan, "title", tmp_path / "plan.svg")
     assert "sequence" in (tmp_path / "plan.svg").read_text()
+
+
+def test_letters_fit_into_the_cells_of_a_wide_node(tmp_path):
+    run = training(cluster=replace(CLUSTER, gpus_per_node=72))
+    draw(run, compare_plans(run).chosen.plan, "title", tmp_path / "plan.svg")
+    (points,) = re.findall(r'<svg[^>]* width="([0-9.]+)pt"', (tmp_path / "plan.svg").read_text())
+    assert float(points) / 72 / 72 > 0.4  # inches a cell
