@@ -26,7 +26,9 @@ def transformer_config(heads: int = 8, kv_heads: int = 4, tensor_parallel: int =
 
 
 def runtime(*group_sizes: int) -> SimpleNamespace:
-    settings = SimpleNamespace(group_sizes=lambda: group_sizes, limits=Limits(heads=8, kv_heads=4))
+    settings = SimpleNamespace(
+        group_sizes=lambda: group_sizes, limits=Limits(heads=8, kv_heads=4), chunks=dict.fromkeys(group_sizes, 1)
+    )
     return SimpleNamespace(settings=settings, groups=None, plan_holder=PlanHolder(), ledger=Ledger())
 
 
