@@ -49,7 +49,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds, one for each repetition. together: by number of chunks. in_turn: each wave by itself, in one part."""
+    """Milliseconds, one for each repetition.
+
+    together: by number of chunks. in_turn: each wave by itself, in one part.
+    """
 
     exchange: list[float]
     compute: list[float]

@@ -22,6 +22,7 @@ def transformer_config(heads: int = 8, kv_heads: int = 4, tensor_parallel: int =
         kv_channels=16,
         context_parallel_size=1,
         softmax_type="vanilla",
+        recompute_granularity=None,
     )
 
 
