@@ -180,7 +180,7 @@ def on_node(nodes: TwoNodes, rank: int) -> None:
 
 
 def measure_all(
-    nodes: TwoNodes, rank: int, layer: Layer, cases: Sequence[Case], chunks: Sequence[int], repetitions: int
+    nodes: TwoNodes, layer: Layer, cases: Sequence[Case], chunks: Sequence[int], repetitions: int, rank: int
 ) -> Mapping[Case, Measured]:
     on_node(nodes, rank)
     bench = Bench(layer, chunks, repetitions)
