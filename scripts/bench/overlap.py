@@ -29,18 +29,13 @@ from scripts.bench.two_nodes import TwoNodes
 
 ROWS = (1, 3)
 CHUNKS = (1, 2, 4)
+LEAST_HEADS = 16
 
 
 def main() -> int:
-    parser = _parser()
-    arguments = parser.parse_args()
-    kv_heads = arguments.kv_heads or arguments.heads
-    if arguments.heads % 16 or kv_heads % 16 or arguments.heads % kv_heads:
-        parser.error(
-            f"H must be a multiple of Hkv, and both of 16 (4 ranks, 4 chunks), got H={arguments.heads} and "
-            f"Hkv={kv_heads}"
-        )
+    arguments = _parser().parse_args()
     try:
+        heads, kv_heads = _heads(arguments)
         nodes = TwoNodes(arguments.megabits_per_second)
     except ConfigurationError as error:
         print(error, file=sys.stderr)
@@ -51,7 +46,7 @@ def main() -> int:
     from megatron_basp.local_ranks import run_ranks
     from scripts.bench.overlap_layer import RANKS, Case, Layer, measure_all
 
-    layer = Layer(arguments.seq_length, arguments.heads, kv_heads, arguments.head_size)
+    layer = Layer(arguments.seq_length, heads, kv_heads, arguments.head_size)
     cases = [Case(rows, arithmetic) for arithmetic in arguments.arithmetic for rows in ROWS]
     on_rank = partial(measure_all, nodes, layer, cases, CHUNKS, arguments.repetitions)
     with tempfile.TemporaryDirectory() as logs:
@@ -85,6 +80,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=int, default=7, help="of each case, one after the other in turn")
     parser.add_argument("--json", action="store_true")
     return parser
+
+
+def _heads(arguments: argparse.Namespace) -> tuple[int, int]:
+    """H and Hkv."""
+    heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
+    if heads % kv_heads or kv_heads % LEAST_HEADS:
+        raise ConfigurationError(
+            f"H % Hkv and Hkv % {LEAST_HEADS} must be 0 for 4 ranks and {CHUNKS[-1]} chunks, got H={heads} and "
+            f"Hkv={kv_heads}: use --heads {LEAST_HEADS}"
+        )
+    return heads, kv_heads
 
 
 def _rows(case: Mapping[str, Any], measured: Any) -> list[dict[str, Any]]:
