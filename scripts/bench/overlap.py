@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_basp.errors import ConfigurationError
-from scripts.bench.two_nodes import TwoNodes
+from scripts.bench.two_nodes import RANKS, TwoNodes
 
 ROWS = (1, 3)
 CHUNKS = (1, 2, 4)
-LEAST_HEADS = 16
+LEAST_HEADS = RANKS * CHUNKS[-1]
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
     import torch
 
     from megatron_basp.local_ranks import run_ranks
-    from scripts.bench.overlap_layer import RANKS, Case, Layer, measure_all
+    from scripts.bench.overlap_layer import Case, Layer, measure_all
 
     layer = Layer(arguments.seq_length, heads, kv_heads, arguments.head_size)
     cases = [Case(rows, arithmetic) for arithmetic in arguments.arithmetic for rows in ROWS]
@@ -83,11 +83,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _heads(arguments: argparse.Namespace) -> tuple[int, int]:
-    """H and Hkv."""
+    """H and Hkv, once all that was asked for is sound."""
+    for name in ("megabits_per_second", "seq_length", "heads", "head_size", "repetitions"):
+        if getattr(arguments, name) < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(arguments, name)}")
+    if min(arguments.arithmetic) <= 0:
+        raise ConfigurationError(f"--arithmetic must be above 0, got {min(arguments.arithmetic):g}")
+    if arguments.seq_length % RANKS:
+        raise ConfigurationError(f"S % {RANKS} must be 0, got --seq-length {arguments.seq_length}")
     heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
     if heads % kv_heads or kv_heads % LEAST_HEADS:
         raise ConfigurationError(
-            f"H % Hkv and Hkv % {LEAST_HEADS} must be 0 for 4 ranks and {CHUNKS[-1]} chunks, got H={heads} and "
+            f"H % Hkv and Hkv % {LEAST_HEADS} must be 0 for {RANKS} ranks and {CHUNKS[-1]} chunks, got H={heads} and "
             f"Hkv={kv_heads}: use --heads {LEAST_HEADS}"
         )
     return heads, kv_heads

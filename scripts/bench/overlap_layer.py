@@ -18,10 +18,8 @@ from megatron_basp.attention import BaspAttention
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
 from megatron_basp.process_groups import SequenceGroups, create_sequence_groups
-from scripts.bench.two_nodes import DEVICE, TwoNodes
+from scripts.bench.two_nodes import DEVICE, RANKS, RANKS_PER_NODE, TwoNodes
 
-RANKS_PER_NODE = 2
-RANKS = 2 * RANKS_PER_NODE
 WARM_UP_CALLS = 2
 
 

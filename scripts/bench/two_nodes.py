@@ -13,6 +13,8 @@ from pathlib import Path
 
 from megatron_basp.errors import ConfigurationError
 
+RANKS_PER_NODE = 2
+RANKS = 2 * RANKS_PER_NODE
 DEVICE = "veth0"
 # Jumbo frames: at 1500 bytes the processor, and not the link, is what a benchmark would measure.
 FRAME_BYTES = 9000
