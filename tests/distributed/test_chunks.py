@@ -50,24 +50,41 @@ class Watched:
         self._counts = Counter()
 
     def note(self, what, group_size):
-        self.events.append((what, group_size, self._counts[what, group_size]))
+        number = self._counts[what, group_size]
+        self.events.append((what, group_size, number))
         self._counts[what, group_size] += 1
+        return number
+
+    def arriving(self, wait, direction, group_size, number):
+        """Notes the number that it was sent with."""
+
+        def arrived():
+            self.events.append((f"arrived {direction}", group_size, number))
+            return wait()
+
+        return arrived
 
     def kernel(self, group_size):
         attend = CausalSDPA(SCALE)
 
+        def noted(gradient):
+            self.note("attend backward", group_size)
+
         def kernel(*tensors, **options):
             self.note("attend", group_size)
             output = attend(*tensors, **options)
-            output.register_hook(lambda grad: self.note("attend backward", group_size))
+            output.register_hook(noted)
             return output
 
         return kernel
 
     def starting(self, what, start):
         def started(tensors, where, operation, direction):
-            self.note(f"{what} {direction}", where.size)
-            return start(tensors, where, operation, direction)
+            number = self.note(f"{what} {direction}", where.size)
+            in_flight = start(tensors, where, operation, direction)
+            if what == "to heads":
+                in_flight.arrived = self.arriving(in_flight.arrived, direction, where.size, number)
+            return in_flight
 
         return started
 
@@ -153,12 +170,14 @@ def test_the_largest_group_is_sent_first_and_the_smallest_attended_to_first_and_
     largest_first = [(size, i) for size in sorted(sizes, reverse=True) if size > 1 for i in range(sizes[size])]
     expected = [("to heads forward", *piece) for piece in largest_first]
     for size, index in ascending:
+        expected += [("arrived forward", size, index)] * (size > 1)
         expected.append(("attend", size, index))
         expected += [("to sequence forward", size, index)] * (size > 1)
     expected += [("to heads backward", *piece) for piece in largest_first]
     # Backward attends in the reverse order: the largest K first.
     for size in sorted(sizes, reverse=True):
         for index in range(sizes[size]):
+            expected += [("arrived backward", size, index)] * (size > 1)
             expected.append(("attend backward", size, index))
             expected += [("to sequence backward", size, index)] * (size > 1)
     for _, _, events in found[name, "plain", chunks]:
