@@ -18,8 +18,8 @@ RANKS = 2 * RANKS_PER_NODE
 DEVICE = "veth0"
 # Jumbo frames: at 1500 bytes the processor, and not the link, is what a benchmark would measure.
 FRAME_BYTES = 9000
-# What may leave at once after a pause. A bucket that is refilled 250 times a second needs as much to reach its rate.
-BURSTS_PER_SECOND, LEAST_BURST_BYTES = 250, 1 << 17
+# What may leave at once after a pause: little, since pauses would else make the link faster than it is.
+BURSTS_PER_SECOND, LEAST_BURST_BYTES = 250, 2 * FRAME_BYTES
 # More than is ever under way: a packet that is dropped costs a timeout of TCP, and fabrics drop none.
 QUEUE_BYTES = 256 << 20
 

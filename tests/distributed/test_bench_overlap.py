@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.two_nodes import LEAST_BURST_BYTES
+
 ROOT = Path(__file__).parents[2]
 LENGTH, HEADS, HEAD_SIZE, MEGABITS = 256, 16, 32, 100
 
@@ -34,7 +36,7 @@ def test_what_crosses_takes_as_long_as_the_link_allows(document):
     leaving = 2 * 4 * (LENGTH // 4) * HEADS * HEAD_SIZE * 4 / 2 * 2
     least = leaving / (MEGABITS * 1e6 / 8) * 1e3
     # Each collective may begin with a burst.
-    bursts = 4 * (1 << 17) / (MEGABITS * 1e6 / 8) * 1e3
+    bursts = 4 * LEAST_BURST_BYTES / (MEGABITS * 1e6 / 8) * 1e3
     assert all(row["exchange_milliseconds"] > least - bursts > 0 for row in document["rows"])
 
 
