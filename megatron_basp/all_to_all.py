@@ -90,7 +90,14 @@ class Buffers:
 
 
 class InFlight:
-    """An exchange that was started. It keeps both sides' buffers until it is over."""
+    """An exchange that was started. It keeps both sides' buffers until it is over.
+
+    On a GPU collectives run on a stream of their own. They begin after what the current stream was given before (the
+    packing, the kernel), and whatever it is given after `arrived` waits for them. Buffers come from the current
+    stream, and are let go after that wait: who gets their memory next comes later on the same stream. So none needs
+    `record_stream`, which would keep memory for longer than it is used. It holds as long as each exchange is waited
+    for on the stream that started it, as it is here: autograd runs backward on forward's stream.
+    """
 
     def __init__(self, works: Sequence[dist.Work], sent: Buffers, received: Buffers, name: Collective, ledger: Ledger):
         self._works, self._sent, self._received = works, sent, received

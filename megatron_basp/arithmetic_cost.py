@@ -53,9 +53,7 @@ def arithmetic_of(training: TrainingSpec) -> Arithmetic:
     flops["attention"] = attention * (1 + ATTENTION_BACKWARD)
     again = {"none": [], "selective": ["attention"], "full": list(forward)}[parallelism.recompute]
     matmul_rate = cluster.peak_flops_per_second[training.precision] * cluster.matmul_share_of_peak
-    attention_rate = attention_flops_per_second(cluster, model.head_size, training.seq_length)
-    if training.precision == "fp32":
-        attention_rate *= cluster.peak_flops_per_second["fp32"] / cluster.peak_flops_per_second["bf16"]
+    attention_rate = attention_flops_per_second(cluster, model.head_size, training.seq_length, training.precision)
     rate = {part: attention_rate if part == "attention" else matmul_rate for part in forward}
     seconds = {part: value / rate[part] for part, value in flops.items()}
     flops["recompute"] = sum(forward[part] for part in again)
@@ -64,9 +62,19 @@ def arithmetic_of(training: TrainingSpec) -> Arithmetic:
     return Arithmetic(flops, seconds, output, output / matmul_rate)
 
 
-def attention_flops_per_second(cluster: ClusterSpec, head_size: int, seq_length: int) -> float:
-    """From the cluster's table: the next head size up (or the largest), and between lengths by their logarithm."""
-    sizes = cluster.attention_flops_per_second
+def attention_flops_per_second(
+    cluster: ClusterSpec, head_size: int, seq_length: int, precision: str = "bf16"
+) -> float:
+    """From the cluster's table: the next head size up (or the largest), and between lengths by their logarithm.
+    In fp32 it is as much slower as products are; a file with the peak of one precision has attention in that one."""
+    rate = _rate_in_the_table(cluster.attention_flops_per_second, head_size, seq_length)
+    peaks = cluster.peak_flops_per_second
+    if precision == "fp32" and {"fp32", "bf16"} <= peaks.keys():
+        rate *= peaks["fp32"] / peaks["bf16"]
+    return rate
+
+
+def _rate_in_the_table(sizes: Mapping[int, Mapping[int, float]], head_size: int, seq_length: int) -> float:
     table = sizes[min((size for size in sizes if size >= head_size), default=max(sizes))]
     below = max((length for length in table if length <= seq_length), default=min(table))
     above = min((length for length in table if length >= seq_length), default=max(table))

@@ -63,6 +63,15 @@ OURS = ExchangeMethod(collectives=2, query_key_value_passes=1, output_passes=1)
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Seconds of one collective: its latency, and what it keeps each link busy for, 0 where it does not use it."""
+
+    latency_seconds: float
+    within_seconds: float
+    across_seconds: float
+
+
+@dataclass(frozen=True)
 class ExchangeCost:
     """Of one rank, in one layer and direction; sums of these are of several waves.
 
@@ -109,10 +118,31 @@ class ExchangeModel:
         """Args: tokens: t, that a rank holds of the wave."""
         if group_size == 1:
             return ExchangeCost()
-        cluster, crossing = self.cluster, self.placement.crossing(group_size)
+        crossing = self.placement.crossing(group_size)
         query_key_value = self.shape.query_key_value_bytes(tokens, group_size)
         output = self.shape.output_bytes(tokens)
         to_a_peer = (query_key_value + output) / group_size
+        # Seconds of links are in proportion to bytes: of all collectives together they are those of one.
+        whole, passes = self.transfer(group_size, query_key_value + output), self.method
+        latency_seconds = whole.latency_seconds * passes.collectives
+        copy_seconds = self.copy_seconds(
+            query_key_value * passes.query_key_value_passes + output * passes.output_passes
+        )
+        return ExchangeCost(
+            to_a_peer * (group_size - 1 - crossing.across),
+            to_a_peer * crossing.across,
+            to_a_peer * crossing.leaving,
+            latency_seconds,
+            whole.within_seconds,
+            whole.across_seconds,
+            copy_seconds,
+            latency_seconds + max(whole.within_seconds, whole.across_seconds) + copy_seconds,
+        )
+
+    def transfer(self, group_size: int, exchanged_bytes: float) -> Transfer:
+        """One collective in groups of K. exchanged_bytes: of a rank's tensors, of which a K-th goes to each peer."""
+        cluster, crossing = self.cluster, self.placement.crossing(group_size)
+        to_a_peer = exchanged_bytes / group_size
         together = [ranks for ranks in crossing.together if ranks > 1]
         latencies = [cluster.within_latency_seconds(ranks) for ranks in together]
         within_seconds = max(
@@ -122,20 +152,11 @@ class ExchangeModel:
         if crossing.leaving:
             latencies.append(cluster.across_latency_seconds())
             across_seconds = to_a_peer * crossing.leaving / cluster.across_bytes_per_second(crossing.domains)
-        latency_seconds = (max(latencies) + self.method.wait_seconds) * self.method.collectives
-        passes = self.method
-        copied = query_key_value * passes.query_key_value_passes + output * passes.output_passes
-        copy_seconds = 2 * copied / (cluster.memory_bytes_per_second * COPY_SHARE_OF_PEAK)  # each is read and written
-        return ExchangeCost(
-            to_a_peer * (group_size - 1 - crossing.across),
-            to_a_peer * crossing.across,
-            to_a_peer * crossing.leaving,
-            latency_seconds,
-            within_seconds,
-            across_seconds,
-            copy_seconds,
-            latency_seconds + max(within_seconds, across_seconds) + copy_seconds,
-        )
+        return Transfer(max(latencies) + self.method.wait_seconds, within_seconds, across_seconds)
+
+    def copy_seconds(self, copied_bytes: float) -> float:
+        """Of one pass over memory, which reads them and writes them."""
+        return 2 * copied_bytes / (self.cluster.memory_bytes_per_second * COPY_SHARE_OF_PEAK)
 
     def of_plan(self, plan: BatchPlan) -> ExchangeCost:
         """All waves, one after the other."""

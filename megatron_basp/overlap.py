@@ -2,8 +2,10 @@
 
 A piece is some heads of one wave. All pieces are sent at once, those of the largest K first: they travel farthest.
 They are attended to with the smallest K first, so that what crosses nodes travels behind the work inside of them, and
-each output is sent as soon as it is there. Backward does the same with gradients, in the same order, for which it must
-be one node: autograd would begin with the piece that was attended to last, which has the longest way.
+each output is sent as soon as it is there. Backward is the mirror image: the largest K is again sent first, and is now
+attended to first. There the long way is that of the gradients of q, k and v, back to the sequence, and they travel
+behind the work of the smaller K. (Forward 1.5 to 3 times as much comes as goes; backward it is the other way
+round.) For this it is one node: of several autograd would not send all before it attends to any.
 
 The gradient of an exchange is the exchange back: forward permutes elements among ranks and backward permutes them
 back, summing over the copies of a key-value head, since each copy was one use of it. The gradient of the kernel is its
@@ -12,7 +14,7 @@ own, by a graph that forward records and backward runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,23 +120,19 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.graphs is None:
             raise RuntimeError("backward a second time: attention keeps what it needs for one")
-        to_heads = _start_all(ctx.pieces, [grad], "output", "backward")
+        pieces = ctx.pieces[::-1]
+        to_heads = _start_all(pieces, [grad], "output", "backward")
         grads = [grad.new_empty(shape) for shape in ctx.shapes]
         to_sequence = _ToSequence(grads, "qkv", "backward")
         graphs, ctx.graphs = ctx.graphs, None
-        for piece, (inputs, attended) in zip(ctx.pieces, _taken(graphs), strict=True):
+        for piece in pieces:
+            # Each is forgotten with the next, so that what a piece keeps is freed before the others are done.
+            inputs, attended = graphs.pop()
             # Not torch.autograd.grad: within it a kernel could not be recomputed (`torch.utils.checkpoint`).
             torch.autograd.backward(attended, *to_heads.arrived(piece))
             to_sequence.start(piece, [x.grad for x in inputs])
         to_sequence.finish()
         return None, None, *grads, None if ctx.offset is None else ctx.offset.grad
-
-
-def _taken(items: list[Any]) -> Iterator[Any]:
-    """One after the other, each forgotten with the next: what a piece keeps can be freed before the others."""
-    items.reverse()
-    while items:
-        yield items.pop()
 
 
 class _ToHeads:
@@ -150,7 +148,7 @@ class _ToHeads:
 
 
 def _start_all(pieces: Sequence[Piece], streams: Sequence[Tensor], operation: str, direction: Direction) -> _ToHeads:
-    """Send all pieces, the largest K first."""
+    """Send all pieces, the largest K first, and those of one K in the order in which they are attended to."""
     in_flight = {
         piece: start_to_heads(piece.parts_of(streams), piece.where, operation, direction)
         for piece in sorted(pieces, key=lambda piece: -piece.share.group_size)

@@ -27,6 +27,6 @@ def small_settings(micro_batch_size: int = 1, **changes: Any) -> Settings:
         "sft": False,
         "ledger": None,
         "check": False,
-        "overlap_chunks": 1,
+        "overlap_chunks": None,
     }
     return Settings(**values | changes)

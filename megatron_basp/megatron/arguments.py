@@ -7,7 +7,6 @@ with a remedy rather than a bare assertion, on every rank and before any process
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from megatron_basp.megatron.refusals import (
     refuse_unsupported_packing,
 )
 from megatron_basp.megatron.settings import Settings
+from megatron_basp.overlap_cost import possible_chunks
 from megatron_basp.placement import Placement
 from megatron_basp.plan import Limits
 
@@ -88,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--basp-overlap-chunks",
         type=int,
         metavar="C",
-        help="exchange a rank's heads in C parts, so that one travels while another is attended to (default 1). C "
-        "must divide the query heads and the key-value heads of a rank in its group. It pays where links are slow "
-        "beside attention; each part has a latency of its own.",
+        help="exchange a rank's heads in C parts, so that one travels while another is attended to. C must divide the "
+        "query heads and the key-value heads of a rank in its group. It pays where links are slow and attention takes "
+        "as long; each part has a latency of its own. Unset, the seconds on --basp-cluster decide; without it, 1.",
     )
     parser.set_defaults(cp_comm_type=_Untouched(parser.get_default("cp_comm_type")))
     return parser
@@ -246,7 +246,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         sft=args.sft,
         ledger=args.basp_ledger,
         check=bool(args.basp_check),
-        overlap_chunks=1 if args.basp_overlap_chunks is None else _positive(args, "basp_overlap_chunks"),
+        overlap_chunks=None if args.basp_overlap_chunks is None else _positive(args, "basp_overlap_chunks"),
     )
 
 
@@ -310,11 +310,12 @@ def _attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> Att
 
 
 def _check_chunks(settings: Settings) -> None:
-    """Each part must be an exchange by itself, without more copies of key-value heads than the whole has."""
-    for group_size in settings.group_sizes():
-        heads, kv_heads = settings.limits.heads // group_size, max(settings.limits.kv_heads // group_size, 1)
-        if group_size > 1 and (heads % settings.overlap_chunks or kv_heads % settings.overlap_chunks):
+    limits = settings.limits
+    for group_size, chunks in settings.chunks.items():
+        possible = possible_chunks(limits, group_size)
+        if chunks not in possible:
             raise ConfigurationError(
-                f"--basp-overlap-chunks C must divide the heads of a rank at K={group_size}, H/K={heads} and "
-                f"Hkv/K={kv_heads}, got {settings.overlap_chunks}: use a divisor of {math.gcd(heads, kv_heads)}"
+                f"--basp-overlap-chunks C must divide the heads of a rank at K={group_size}, "
+                f"H/K={limits.heads // group_size} and Hkv/K={max(limits.kv_heads // group_size, 1)}, got {chunks}: "
+                f"use one of {possible}"
             )

@@ -23,6 +23,7 @@ from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.megatron.settings import Settings
+from megatron_basp.overlap_cost import possible_chunks
 from megatron_basp.plan import heads_fit
 from megatron_basp.sdpa import CausalSDPA, Kernel
 
@@ -57,13 +58,13 @@ class MegatronBaspAttention(BaspAttention):
         kernel_arguments.pop("cp_comm_type", None)
         kernels = {
             group_size: make_kernel(
-                config=share_of_heads(config, group_size * runtime.settings.chunks(group_size)),
+                config=share_of_heads(config, group_size * chunks),
                 layer_number=layer_number,
                 attn_mask_type=attn_mask_type,
                 attention_type=attention_type,
                 **kernel_arguments,
             )
-            for group_size in runtime.settings.group_sizes()
+            for group_size, chunks in runtime.settings.chunks.items()
         }
         sinks = []
         if config.softmax_type != "vanilla":
@@ -83,7 +84,7 @@ class MegatronBaspAttention(BaspAttention):
             runtime.ledger,
             layer_number,
             softmax_offset=sinks[0].softmax_offset if sinks else None,
-            chunks={size: runtime.settings.chunks(size) for size in runtime.settings.group_sizes()},
+            chunks=runtime.settings.chunks,
             recompute=recompute if recomputes_core_attention(config) else None,
         )
         self._sinks = sinks  # in a list, so that its parameter is registered once, as ours and under stock's name
@@ -106,7 +107,7 @@ def check_heads(config: Any, layer: int, settings: Settings) -> None:
     """A script may build models of other sizes than the arguments say, which is what the run was planned for.
 
     Raises:
-        ConfigurationError: its heads cannot be divided among the K ranks of some wave.
+        ConfigurationError: its heads cannot be divided among the K ranks of some wave, or into parts.
     """
     tensor_parallel = config.tensor_model_parallel_size
     heads, kv_heads = config.num_attention_heads // tensor_parallel, config.num_query_groups // tensor_parallel
@@ -119,6 +120,14 @@ def check_heads(config: Any, layer: int, settings: Settings) -> None:
             f"H={settings.limits.heads}, Hkv={settings.limits.kv_heads}, for which the run was planned; set "
             f"--num-attention-heads and --num-query-groups to those of the model with the fewest"
         )
+    for group_size, chunks in settings.chunks.items():
+        possible = possible_chunks(limits, group_size)
+        if chunks not in possible:
+            raise ConfigurationError(
+                f"layer {layer}: its heads at K={group_size}, H={heads} and Hkv={limits.kv_heads} per tensor-parallel "
+                f"rank, cannot be exchanged in {chunks} parts: the model was built with other heads than the "
+                f"arguments say; set --basp-overlap-chunks to one of {possible}"
+            )
 
 
 def recomputes_core_attention(config: Any) -> bool:

@@ -62,7 +62,19 @@ def print_plan(
     own = len(groups.own)
     table.add_row("process groups made for this", f"{groups.created} in the world, this rank is in {own}")
     table.add_row("device memory of the exchange's communicators", _memory(communicator_bytes))
+    table.add_row("parts in which a rank's heads are exchanged", _chunks(settings))
     Console(width=120).print(table)
+
+
+def _chunks(settings: Settings) -> str:
+    by_size = ", ".join(f"{chunks} at K = {size}" for size, chunks in settings.chunks.items() if size > 1)
+    if not by_size:
+        return "none: nothing is exchanged"
+    if settings.overlap_chunks is not None:
+        return f"{by_size}: as --basp-overlap-chunks says"
+    if settings.exchange is not None:
+        return f"{by_size}: the least seconds on {settings.exchange.cluster.name}, modelled"
+    return f"{by_size}: without --basp-cluster nothing is known of links"
 
 
 def _memory(communicator_bytes: int | None) -> str:

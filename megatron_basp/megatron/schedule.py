@@ -8,7 +8,7 @@ one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -77,7 +77,8 @@ class PlannedSchedule:
             counted = runtime.ledger.page.collectives
             counted.subtract(before)
             attentions = sum((attentions_in_a_pass(chunk) for chunk in chunks), Counter())
-            check_exchanges(plan, attentions, microbatches * runtime.settings.overlap_chunks, counted, dist.get_rank())
+            parts = {size: microbatches * chunks for size, chunks in runtime.settings.chunks.items()}
+            check_exchanges(plan, attentions, parts, counted, dist.get_rank())
             runtime.checked_plans.add(plan)
         return result
 
@@ -110,14 +111,14 @@ def check_batches(chunks: Iterable[torch.nn.Module], microbatches: int, taken: i
 
 
 def check_exchanges(
-    plan: BatchPlan, attentions: Counter[int], parts: int, counted: Counter[Collective], rank: int
+    plan: BatchPlan, attentions: Counter[int], parts: Mapping[int, int], counted: Counter[Collective], rank: int
 ) -> None:
     """Each layer must have exchanged every part of every micro-batch in each wave with K > 1, up to twice where it is
     recomputed.
 
     Args:
         attentions: how often each layer attends in one forward pass.
-        parts: micro-batches, times the parts in which each is exchanged.
+        parts: micro-batches, times the parts in which each is exchanged, by K.
         counted: the rank's collectives of this step.
 
     Raises:
@@ -129,7 +130,7 @@ def check_exchanges(
             exchanged[collective.layer, collective.wave] += number
     for layer, times in attentions.items():
         for index, wave in enumerate(plan.waves):
-            expected, found = parts * times, exchanged[layer, index]
+            expected, found = parts[wave.group_size] * times, exchanged[layer, index]
             if wave.group_size > 1 and not expected <= found <= 2 * expected:
                 raise RuntimeError(
                     f"rank {rank}: layer {layer} exchanged {found} times in groups of {wave.group_size} in its "

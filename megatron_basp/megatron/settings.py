@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.exchange_cost import ExchangeModel
+from megatron_basp.overlap_cost import best_chunks
 from megatron_basp.placement import aligned_domain_size, placement
 from megatron_basp.plan import BatchPlan, Limits, plan_batch
 
@@ -31,7 +33,7 @@ class Settings:
     sft: `--sft`.
     ledger: `--basp-ledger`, where it is written what is sent, or None.
     check: `--basp-check`, compare plans between ranks in every step.
-    overlap_chunks: `--basp-overlap-chunks`: in how many parts a rank's heads are exchanged.
+    overlap_chunks: `--basp-overlap-chunks`: in how many parts a rank's heads are exchanged, or None to choose.
     """
 
     mode: str
@@ -50,15 +52,23 @@ class Settings:
     sft: bool
     ledger: Path | None
     check: bool
-    overlap_chunks: int
+    overlap_chunks: int | None
 
     def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:
         cost_of = None if self.exchange is None else self.exchange.cost_of(seq_length)
         return plan_batch((seq_length,) * micro_batch_size, self.ranks, self.limits, cost_of)
 
-    def chunks(self, group_size: int) -> int:
-        """Parts of the heads in groups of K; alone, a rank exchanges nothing."""
-        return 1 if group_size == 1 else self.overlap_chunks
+    @cached_property
+    def chunks(self) -> Mapping[int, int]:
+        """C by K: the parts in which a rank's heads are exchanged, 1 where it is alone. What `--basp-overlap-chunks`
+        says; else the least seconds on `--basp-cluster`, of the first plan with that K; without either 1."""
+        chosen = dict.fromkeys(self.group_sizes(), 1)
+        for plan in reversed(self.plans()):
+            if self.overlap_chunks is not None:
+                chosen |= {size: self.overlap_chunks for size in plan.group_sizes if size > 1}
+            elif self.exchange is not None:
+                chosen |= best_chunks(self.exchange, plan, self.limits)
+        return chosen
 
     def batch_sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes that the run uses, training's first."""

@@ -56,6 +56,15 @@ def test_a_plan_made_by_seconds_trains_as_one_rank(trainer: Trainer, nodes: str,
     assert_same_training(run, trainer.stock(flags))
 
 
+@pytest.mark.supports("Parallelism", "`--basp-overlap-chunks`")
+def test_heads_exchanged_in_parts_train_as_one_rank(trainer: Trainer) -> None:
+    """Two rows at K = 2 and one at K = 4, each in two parts of the heads."""
+    flags = f"{GQA} {ROPE} {batch(3)} --num-attention-heads 16 --num-query-groups 8"
+    run = trainer.planned(f"{flags} {cp(4)} --basp-overlap-chunks 2", ranks=4)
+    assert [wave.group_size for wave in run[0].plan.waves] == [2, 4]
+    assert_same_training(run, trainer.stock(flags))
+
+
 @pytest.mark.supports("Parallelism", "B = N", "stock with plain flags")
 def test_one_wave_trains_as_stock_megatron_with_other_flags(trainer: Trainer) -> None:
     """For B = N every rank has a sequence of its own: CP=1, DP=N, micro-batch 1."""

@@ -128,7 +128,9 @@ def from_ours(plan: BatchPlan) -> dict[str, Any]:
     holder.set(plan)
     runtime = SimpleNamespace(
         settings=SimpleNamespace(
-            group_sizes=lambda: plan.group_sizes, limits=Limits(HEADS, KV_HEADS), chunks=lambda group_size: 1
+            group_sizes=lambda: plan.group_sizes,
+            limits=Limits(HEADS, KV_HEADS),
+            chunks=dict.fromkeys(plan.group_sizes, 1),
         ),
         groups=groups,
         plan_holder=holder,

@@ -353,7 +353,14 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
 
 
 @pytest.mark.parametrize(
-    "flag", ["--basp-group-size 4", "--basp-domain-size 8", "--basp-cluster a100-40gb-2x4", "--basp-ledger sent.json"]
+    "flag",
+    [
+        "--basp-group-size 4",
+        "--basp-domain-size 8",
+        "--basp-cluster a100-40gb-2x4",
+        "--basp-ledger sent.json",
+        "--basp-overlap-chunks 1",
+    ],
 )
 def test_our_flags_without_a_mode_are_refused_by_name(flag):
     name = flag.split()[0]
@@ -382,9 +389,34 @@ def test_ulysses_with_another_group_size_is_refused_and_with_its_own_is_not():
     assert accepted(f"{ULYSSES} --basp-group-size 8").group_sizes() == (8,)
 
 
-@pytest.mark.parametrize("flag", ["--basp-group-size", "--basp-domain-size"])
+@pytest.mark.parametrize("flag", ["--basp-group-size", "--basp-domain-size", "--basp-overlap-chunks"])
 def test_our_sizes_below_one_are_refused_by_flag_and_value(flag):
     assert refused(f"{BASP} {flag} 0") == f"{flag} must be 1 or more, got 0"
+
+
+@pytest.mark.parametrize(
+    ("heads", "chunks", "named"),
+    [
+        ("--num-attention-heads 8", 2, "K=8, H/K=1 and Hkv/K=1, got 2: use one of [1]"),
+        ("--num-attention-heads 32", 3, "K=4, H/K=8 and Hkv/K=8, got 3: use one of [1, 2, 4, 8]"),
+        ("--num-attention-heads 32", 8, "K=8, H/K=4 and Hkv/K=4, got 8: use one of [1, 2, 4]"),
+        (
+            "--num-attention-heads 32 --group-query-attention --num-query-groups 8",
+            2,
+            "K=8, H/K=4 and Hkv/K=1, got 2: use one of [1]",
+        ),
+    ],
+)
+def test_parts_that_do_not_divide_a_rank_s_heads_get_those_that_do(heads, chunks, named):
+    message = refused(f"{BASP} {heads} --basp-overlap-chunks {chunks}")
+    assert message.startswith("--basp-overlap-chunks C must divide the heads of a rank at ") and named in message
+
+
+def test_parts_are_exchanged_in_groups_and_are_one_where_nobody_says_otherwise():
+    heads = "--num-attention-heads 32"
+    assert accepted(f"{BASP} {heads} --basp-overlap-chunks 4").chunks == {4: 4, 8: 4}
+    assert accepted(f"{BASP} {heads} --basp-overlap-chunks 2 --micro-batch-size 9").chunks == {1: 1, 8: 2}
+    assert accepted(f"{BASP} {heads}").chunks == {4: 1, 8: 1}
 
 
 def test_a_world_that_does_not_divide_gets_the_number_of_ranks_to_start():

@@ -7,9 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_basp.errors import ConfigurationError
 from megatron_basp.ledger import Ledger
-from megatron_basp.megatron.core_attention import MegatronBaspAttention, make_sdpa, make_te, share_of_heads
+from megatron_basp.megatron.core_attention import (
+    MegatronBaspAttention,
+    check_heads,
+    make_sdpa,
+    make_te,
+    share_of_heads,
+)
 from megatron_basp.plan import Limits, PlanHolder
+from tests.settings import small_settings
 
 CAUSAL, PADDING = SimpleNamespace(name="causal"), SimpleNamespace(name="padding")
 
@@ -22,11 +30,14 @@ def transformer_config(heads: int = 8, kv_heads: int = 4, tensor_parallel: int =
         kv_channels=16,
         context_parallel_size=1,
         softmax_type="vanilla",
+        recompute_granularity=None,
     )
 
 
 def runtime(*group_sizes: int) -> SimpleNamespace:
-    settings = SimpleNamespace(group_sizes=lambda: group_sizes, limits=Limits(heads=8, kv_heads=4))
+    settings = SimpleNamespace(
+        group_sizes=lambda: group_sizes, limits=Limits(heads=8, kv_heads=4), chunks=dict.fromkeys(group_sizes, 1)
+    )
     return SimpleNamespace(settings=settings, groups=None, plan_holder=PlanHolder(), ledger=Ledger())
 
 
@@ -52,6 +63,19 @@ def test_a_share_of_heads_counts_replicated_kv_heads_and_all_tensor_parallel_ran
     share = share_of_heads(whole, group_size)
     assert (share.num_attention_heads, share.num_query_groups) == (heads, kv_heads)
     assert (whole.num_attention_heads, whole.num_query_groups) == (8, 4)
+
+
+@pytest.mark.parametrize(("kv_heads", "possible"), [(8, r"\[1, 2\]"), (4, r"\[1\]")])
+def test_a_model_whose_heads_cannot_be_exchanged_in_the_parts_of_the_run_is_refused(
+    kv_heads: int, possible: str
+) -> None:
+    settings = small_settings(1, ranks=4, limits=Limits(16, 16), overlap_chunks=4)
+    assert settings.chunks == {4: 4}
+    check_heads(transformer_config(16, 16), 3, settings)
+    with pytest.raises(
+        ConfigurationError, match=f"layer 3: .* in 4 parts: .* set --basp-overlap-chunks to one of {possible}"
+    ):
+        check_heads(transformer_config(8, kv_heads), 3, settings)
 
 
 def test_transformer_engine_gets_one_module_for_each_group_size_and_no_context_parallelism() -> None:

@@ -59,9 +59,9 @@ def test_a_predicting_layer_that_did_not_exchange_for_each_depth_is_refused(foun
     first, fifth = (Collective("exchange", "qkv", "a group", 2, layer, 0, "forward") for layer in (1, 5))
     counted = Counter({first: 2, fifth: found})
     with pytest.raises(RuntimeError, match=f"layer 5 exchanged {found} times in groups of 2 .* have 6 times"):
-        check_exchanges(plan, Counter({1: 1, 5: 3}), 2, counted, rank=0)
+        check_exchanges(plan, Counter({1: 1, 5: 3}), {2: 2}, counted, rank=0)
     counted[fifth] = 6
-    check_exchanges(plan, Counter({1: 1, 5: 3}), 2, counted, rank=0)
+    check_exchanges(plan, Counter({1: 1, 5: 3}), {2: 2}, counted, rank=0)
 
 
 def test_prediction_without_labels_is_refused():

@@ -2,13 +2,17 @@
 
 import pytest
 
+from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
 from megatron_basp.megatron.report import print_plan
+from megatron_basp.placement import Placement
 from megatron_basp.plan import Limits, plan_batch
 from megatron_basp.process_groups import SequenceGroups
 from megatron_basp.run_flags import plain_flags
+from tests.costs import CLUSTER, with_across
 from tests.settings import small_settings
 
 ONE_HOST = dict.fromkeys(range(8), "a")
+SLOW = with_across(bytes_per_second_per_nic=1e9)
 TWO_HOSTS = {rank: "ab"[rank // 4] for rank in range(8)}
 
 
@@ -113,3 +117,31 @@ def test_process_groups_are_counted_and_gloo_takes_no_memory_of_a_device(printed
 def test_memory_of_communicators_on_a_device_is_told_in_whole_mebibytes(printed):
     text = printed(small_settings(3), communicator_bytes=300 * 2**20 + 4096)
     assert "device memory of the exchange's communicators 300 MiB on this rank, measured" in text
+
+
+def test_parts_of_the_exchange_are_told_by_group_size_and_why(printed):
+    line = "parts in which a rank's heads are exchanged"
+    assert f"{line} 1 at K = 4, 1 at K = 8: without --basp-cluster" in printed(small_settings(3))
+    forced = small_settings(2, overlap_chunks=2)
+    assert f"{line} 2 at K = 4: as --basp-overlap-chunks says" in printed(forced)
+    shape = AttentionShape(heads=32, kv_heads=32, query_head_size=64, value_head_size=64, element_bytes=2)
+    two_nodes = ExchangeModel(SLOW, shape, Placement(((0, 0, 0, 0, 1, 1, 1, 1),)))
+    chosen = small_settings(1, limits=Limits(32, 32), seq_length=1 << 17, exchange=two_nodes)
+    assert f"{line} 4 at K = 8: the least seconds on round, modelled" in printed(chosen)
+    assert f"{line} none: nothing is exchanged" in printed(small_settings(8))
+
+
+def test_parts_are_chosen_by_training_and_for_other_group_sizes_by_evaluation():
+    shape = AttentionShape(heads=32, kv_heads=32, query_head_size=64, value_head_size=64, element_bytes=2)
+    exchange = ExchangeModel(CLUSTER, shape, Placement(((0, 0, 0, 0, 1, 1, 1, 1),)))
+
+    def chunks(rows, evaluated):
+        run = small_settings(
+            rows, eval_micro_batch_size=evaluated, limits=Limits(32, 32), seq_length=1 << 15, exchange=exchange
+        )
+        return run.chunks
+
+    one, three = chunks(1, 1), chunks(3, 3)
+    assert one[8] != three[8]
+    assert chunks(1, 3) == {4: three[4], 8: one[8]}
+    assert chunks(3, 1) == three
