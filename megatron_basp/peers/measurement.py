@@ -1,0 +1,197 @@
+"""All implementations in turns, in one process group: what they send and copy, how long they take, whether it is right.
+
+Times are of forward and backward, from a barrier to the end of the slowest rank. The bare wire is the time of the same
+collectives, as they were counted, one after the other on buffers that stay: what is above it is spent outside the wire.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_basp.copy_counter import Collective, CopyCounter
+from megatron_basp.peers.implementations import OURS, Attention, Implementation
+from megatron_basp.peers.kernels import PARTS
+from megatron_basp.peers.shapes import Shape, largest_error, undivided
+
+WARM_UP_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one rank, forward and backward.
+
+    bytes_sent: to other ranks. bytes_copied: see `copy_counter.py`; without the attention's own.
+    milliseconds: the median; low and high: the quartiles.
+    wire_milliseconds: of the bare collectives. outside_wire_milliseconds: the rest.
+    ratio_to_ours, outside_wire_ratio_to_ours: its time over ours; the latter None where ours is lost in the wire's.
+    max_error: see `largest_error`, of the output and the three gradients.
+    page_faults: of a call on the first rank, the median.
+    """
+
+    implementation: str
+    part: str
+    K: int
+    shape: str
+    collectives: int
+    bytes_sent: int
+    bytes_copied: int
+    milliseconds: float
+    milliseconds_low: float
+    milliseconds_high: float
+    ratio_to_ours: float
+    max_error: float
+    wire_milliseconds: float
+    outside_wire_milliseconds: float
+    outside_wire_ratio_to_ours: float | None
+    page_faults: float
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """What an implementation says to a shape that it does not take."""
+
+    implementation: str
+    K: int
+    shape: str
+    reason: str
+
+
+@dataclass
+class Case:
+    """One shape and part on this rank. Making it is collective, and so is `rows`."""
+
+    shape: Shape
+    part: str
+    implementations: list[Implementation]
+    repetitions: int
+    unsupported: list[Unsupported] = field(default_factory=list)
+
+    def rows(self) -> list[Row]:
+        contestants: dict[str, _Contestant] = {}
+        for implementation in self.implementations:
+            try:
+                contestants[implementation.name] = _Contestant(implementation, self.shape, self.part)
+            except Exception as error:
+                # Each checks the shape before it sends anything, on all ranks alike. Ours takes all that come here.
+                if implementation.name == OURS:
+                    raise
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self.unsupported.append(
+                    Unsupported(implementation.name, dist.get_world_size(), self.shape.name, reason)
+                )
+        errors = self._errors(contestants)
+        wires = {contestant.collectives: _bare(contestant.collectives) for contestant in contestants.values()}
+        calls = {**{name: one.call for name, one in contestants.items()}, **wires}
+        seconds, faults = _in_turns(list(calls.values()), self.repetitions)
+        of = {name: (seconds[index], faults[index]) for index, name in enumerate(calls)}
+        return list(self._compared(contestants, of, errors))
+
+    def _errors(self, contestants: dict[str, _Contestant]) -> dict[str, float]:
+        """On the first rank; it alone computes what is right."""
+        gathered = {name: one.gathered() for name, one in contestants.items()}
+        if dist.get_rank():
+            return dict.fromkeys(contestants, 0.0)
+        expected = undivided(self.shape, PARTS[self.part])
+        return {name: largest_error(found, expected) for name, found in gathered.items()}
+
+    def _compared(
+        self, contestants: dict[str, _Contestant], of: dict[object, tuple[list[float], list[int]]], errors: dict[str, float]
+    ) -> Iterator[Row]:
+        def times(key: object) -> float:
+            return 1e3 * statistics.median(of[key][0])
+
+        def outside(name: str) -> float:
+            return times(name) - times(contestants[name].collectives)
+
+        for name, contestant in contestants.items():
+            low, _, high = statistics.quantiles(of[name][0], n=4)
+            yield Row(
+                implementation=name,
+                part=self.part,
+                K=dist.get_world_size(),
+                shape=self.shape.name,
+                collectives=len(contestant.collectives),
+                bytes_sent=contestant.counter.sent_bytes,
+                bytes_copied=contestant.counter.copied_bytes,
+                milliseconds=times(name),
+                milliseconds_low=1e3 * low,
+                milliseconds_high=1e3 * high,
+                ratio_to_ours=times(name) / times(OURS),
+                max_error=errors[name],
+                wire_milliseconds=times(contestant.collectives),
+                outside_wire_milliseconds=outside(name),
+                outside_wire_ratio_to_ours=outside(name) / outside(OURS) if outside(OURS) > 0 else None,
+                page_faults=statistics.median(of[name][1]),
+            )
+
+
+class _Contestant:
+    """An implementation, called once and counted."""
+
+    def __init__(self, implementation: Implementation, shape: Shape, part: str) -> None:
+        self.counter = CopyCounter()
+        self._layout = implementation.layout
+        self._attention: Attention = implementation.make(shape, PARTS[part], self.counter)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        *inputs, self._gradient = (self._layout.part(x, rank, ranks) for x in shape.draw())
+        self._inputs = [x.requires_grad_() for x in inputs]
+        with self.counter:
+            self._found = self.call()
+        self.collectives: tuple[Collective, ...] = tuple(self.counter.collectives)
+
+    def call(self) -> list[Tensor]:
+        """Output and gradients."""
+        output = self._attention(*self._inputs)
+        return [output.detach(), *torch.autograd.grad(output, self._inputs, self._gradient)]
+
+    def gathered(self) -> list[Tensor]:
+        """What the counted call gave, of all ranks together, [S, B, heads, d]; on the first rank."""
+        ranks = dist.get_world_size()
+        whole = []
+        for x in self._found:
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
+            dist.gather(x.contiguous(), None if dist.get_rank() else parts)
+            if dist.get_rank() == 0:
+                whole.append(self._layout.whole(parts))
+        self._found = []
+        return whole
+
+
+def _bare(collectives: tuple[Collective, ...]) -> Callable[[], None]:
+    buffers = [
+        (torch.zeros(one.received_shape, dtype=one.dtype), torch.zeros(one.sent_shape, dtype=one.dtype))
+        for one in collectives
+    ]
+
+    def call() -> None:
+        for (received, sent), one in zip(buffers, collectives, strict=True):
+            dist.all_to_all_single(received, sent, list(one.received_rows), list(one.sent_rows))
+
+    return call
+
+
+def _in_turns(calls: list[Callable[[], object]], repetitions: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Seconds of the slowest rank and page faults of this one, by call and repetition; each repetition begins with
+    another call, so that none always comes after the same."""
+    seconds = torch.zeros(len(calls), repetitions, dtype=torch.float64)
+    faults = [[0] * repetitions for _ in calls]
+    for repetition in range(-WARM_UP_CALLS, repetitions):
+        for turn in range(len(calls)):
+            index = (turn + repetition) % len(calls)
+            dist.barrier()
+            faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            start = time.perf_counter()
+            calls[index]()
+            if repetition >= 0:
+                seconds[index, repetition] = time.perf_counter() - start
+                faults[index][repetition] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.tolist(), faults
