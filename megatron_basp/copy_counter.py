@@ -18,32 +18,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-MOVE_NOTHING = frozenset(
-    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-)
-SUMS = frozenset({"aten::sum"})
-COLLECTIVES = frozenset({"c10d", "_c10d_functional", "symm_mem"})
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+MOVE_NOTHING = {f"aten::{name}" for name in ALLOCATIONS | {"_unsafe_view"}}
+SUMS = {"aten::sum"}
+COLLECTIVES = {"c10d", "_c10d_functional", "symm_mem"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Collective:
-    """One all-to-all, as it was called: enough to call it again on buffers of one's own.
+    """One all-to-all: enough to make it again with buffers of one's own.
 
-    sent_shape, received_shape: of its tensors. sent_rows, received_rows: of the first dimension, by rank; empty where
-    it is divided evenly. sent_bytes: to others than this rank.
+    sent, received: elements that go to, and come from, each rank of the group.
+    evenly: it was called without lengths, to divide the tensors evenly. sent_bytes: to others than this rank.
     """
 
-    sent_shape: tuple[int, ...]
-    received_shape: tuple[int, ...]
-    sent_rows: tuple[int, ...]
-    received_rows: tuple[int, ...]
-    dtype: torch.dtype
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    evenly: bool
+    dtype_name: str
     sent_bytes: int
 
 
@@ -97,15 +94,21 @@ def _collective(name: str, args: Any) -> Collective:
         raise NotImplementedError(f"{name}: bytes sent are counted for all-to-alls of one tensor only")
     received, sent, group, received_rows, sent_rows = args[:5]
     group = dist.ProcessGroup.unbox(group)
-    here = sent_rows[group.rank()] * sent.shape[1:].numel() if sent_rows else sent.numel() // group.size()
+    by_rank = _by_rank(sent, sent_rows, group.size())
     return Collective(
-        sent_shape=tuple(sent.shape),
-        received_shape=tuple(received.shape),
-        sent_rows=tuple(sent_rows),
-        received_rows=tuple(received_rows),
-        dtype=sent.dtype,
-        sent_bytes=(sent.numel() - here) * sent.element_size(),
+        sent=by_rank,
+        received=_by_rank(received, received_rows, group.size()),
+        evenly=not sent_rows and not received_rows,
+        dtype_name=str(sent.dtype).removeprefix("torch."),
+        sent_bytes=(sent.numel() - by_rank[group.rank()]) * sent.element_size(),
     )
+
+
+def _by_rank(x: Tensor, rows: list[int], ranks: int) -> tuple[int, ...]:
+    """Elements for each rank; rows of the first dimension, or none for even parts."""
+    if not rows:
+        return (x.numel() // ranks,) * ranks
+    return tuple(count * x.shape[1:].numel() for count in rows)
 
 
 def _changed(operation: Any, args: Any, kwargs: Any) -> list[Any]:

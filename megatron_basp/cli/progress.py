@@ -48,7 +48,11 @@ def named_steps(terminal: int, rank: int, steps: int, done: int = 0) -> Iterator
     with (
         os.fdopen(os.dup(terminal), "w") as file,
         tqdm(
-            total=steps, initial=done, file=file, disable=rank != 0, bar_format="{n}/{total} |{bar:20}| {elapsed} {desc}"
+            total=steps,
+            initial=done,
+            file=file,
+            disable=rank != 0,
+            bar_format="{n}/{total} |{bar:20}| {elapsed} {desc}",
         ) as bar,
     ):
         begun = 0

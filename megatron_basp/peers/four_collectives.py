@@ -77,6 +77,7 @@ def _exchange(
 ) -> list[Tensor]:
     """Of three consecutive tensors one is packed and one unpacked while that between them travels."""
     travelling, done = [], []
+    packed = torch.empty(0)
     for step in range(len(tensors) + 2):
         if 0 < step <= len(tensors):
             received = torch.empty_like(packed)

@@ -6,6 +6,7 @@ heads.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,24 +45,12 @@ class Implementation:
 
 def installed() -> list[Implementation]:
     """Those that can run here, in the order of `NAMES`. Imports them: before ranks are forked, once for all."""
-    found = [Implementation(OURS, __version__, Layout(), _basp)]
-    if importlib.util.find_spec("transformer_engine_torch"):
-        from megatron_basp.peers import transformer_engine
-
-        found.append(
-            Implementation("transformer_engine", version("transformer-engine"), Layout(zig_zag=True), transformer_engine.make)
-        )
-    else:
-        found.append(
-            Implementation("transformer_engine", "its form: four collectives", Layout(zig_zag=True), _four_collectives)
-        )
+    found = [Implementation(OURS, __version__, Layout(), _basp), _transformer_engine()]
     if importlib.util.find_spec("deepspeed"):
-        import deepspeed.sequence.layer
-
+        importlib.import_module("deepspeed.sequence.layer")
         found.append(Implementation("deepspeed", version("deepspeed"), Layout(), _deepspeed))
     if importlib.util.find_spec("yunchang"):
-        import yunchang  # noqa: F401
-
+        importlib.import_module("yunchang")
         found.append(Implementation("yunchang", version("yunchang"), Layout(batch_first=True), _yunchang))
     return found
 
@@ -84,6 +73,16 @@ def _basp(shape: Shape, attend: Attend, counter: CopyCounter) -> Attention:
     return call
 
 
+def _transformer_engine() -> Implementation:
+    """Its own code where it is installed, else its form."""
+    name, layout = "transformer_engine", Layout(zig_zag=True)
+    if not importlib.util.find_spec("transformer_engine_torch"):
+        return Implementation(name, "its form, in code of ours", layout, _four_collectives)
+    from megatron_basp.peers import transformer_engine
+
+    return Implementation(name, version("transformer-engine"), layout, transformer_engine.make)
+
+
 def _four_collectives(shape: Shape, attend: Attend, counter: CopyCounter) -> Attention:
     kernel = Kernel(attend, counter)
     return lambda *qkv: four_collectives.attention(*qkv, kernel, dist.group.WORLD)
@@ -93,6 +92,8 @@ def _deepspeed(shape: Shape, attend: Attend, counter: CopyCounter) -> Attention:
     import deepspeed.comm
     from deepspeed.sequence.layer import DistributedAttention
 
+    # An all-reduce through shared memory, which it would compile for a minute; no all-to-all takes that way.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)
     attention = DistributedAttention(Kernel(attend, counter), dist.group.WORLD, scatter_idx=2, gather_idx=0)
@@ -104,6 +105,6 @@ def _yunchang(shape: Shape, attend: Attend, counter: CopyCounter) -> Attention:
     from yunchang.kernels import AttnType
 
     kernel = Kernel(attend, counter, batch_first=True)
-    attention = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH)
+    attention = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH_FLASH)
     attention.attn_fn = lambda query, key, value, **options: kernel(query, key, value)
     return attention

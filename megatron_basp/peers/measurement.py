@@ -1,7 +1,8 @@
-"""All implementations in turns, in one process group: what they send and copy, how long they take, whether it is right.
+"""All implementations in turns, in one process group: what they send and copy, how long they take, and errors.
 
 Times are of forward and backward, from a barrier to the end of the slowest rank. The bare wire is the time of the same
-collectives, as they were counted, one after the other on buffers that stay: what is above it is spent outside the wire.
+collectives, as they were counted, one after the other on buffers that stay; what is above it is spent outside the
+wire.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Case:
         for implementation in self.implementations:
             try:
                 contestants[implementation.name] = _Contestant(implementation, self.shape, self.part)
-            except Exception as error:
-                # Each checks the shape before it sends anything, on all ranks alike. Ours takes all that come here.
+            except (AssertionError, RuntimeError, ValueError) as error:
+                # What a shape that does not fit leads to, on all ranks alike. Ours takes all that come here.
                 if implementation.name == OURS:
                     raise
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -103,7 +104,10 @@ class Case:
         return {name: largest_error(found, expected) for name, found in gathered.items()}
 
     def _compared(
-        self, contestants: dict[str, _Contestant], of: dict[object, tuple[list[float], list[int]]], errors: dict[str, float]
+        self,
+        contestants: dict[str, _Contestant],
+        of: dict[object, tuple[list[float], list[int]]],
+        errors: dict[str, float],
     ) -> Iterator[Row]:
         def times(key: object) -> float:
             return 1e3 * statistics.median(of[key][0])
@@ -145,7 +149,8 @@ class _Contestant:
         self._inputs = [x.requires_grad_() for x in inputs]
         with self.counter:
             self._found = self.call()
-        self.collectives: tuple[Collective, ...] = tuple(self.counter.collectives)
+        # In an order of their own: implementations that make the same ones are held to the same bare wire.
+        self.collectives = tuple(sorted(self.counter.collectives))
 
     def call(self) -> list[Tensor]:
         """Output and gradients."""
@@ -166,14 +171,16 @@ class _Contestant:
 
 
 def _bare(collectives: tuple[Collective, ...]) -> Callable[[], None]:
-    buffers = [
-        (torch.zeros(one.received_shape, dtype=one.dtype), torch.zeros(one.sent_shape, dtype=one.dtype))
-        for one in collectives
-    ]
+    """These collectives and nothing else, on buffers that stay."""
+    prepared = []
+    for one in collectives:
+        received, sent = (torch.zeros(sum(x), dtype=getattr(torch, one.dtype_name)) for x in (one.received, one.sent))
+        lengths = (None, None) if one.evenly else (list(one.received), list(one.sent))
+        prepared.append((received, sent, *lengths))
 
     def call() -> None:
-        for (received, sent), one in zip(buffers, collectives, strict=True):
-            dist.all_to_all_single(received, sent, list(one.received_rows), list(one.sent_rows))
+        for arguments in prepared:
+            dist.all_to_all_single(*arguments)
 
     return call
 

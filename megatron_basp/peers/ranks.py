@@ -13,12 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what a first gradient and a first dispatch mode import, slowly: once, before ranks are forked
 import torch.distributed as dist
 
 from megatron_basp.atomic_files import read_json, write_json
 from megatron_basp.cli.progress import named_steps
 from megatron_basp.errors import RankFailed
-from megatron_basp.local_ranks import run_ranks
+from megatron_basp.local_ranks import redirect_output, run_ranks
 from megatron_basp.peers.implementations import NAMES, Implementation, installed
 from megatron_basp.peers.kernels import PARTS
 from megatron_basp.peers.measurement import Case
@@ -38,19 +39,22 @@ class Settings:
 
 def main() -> int:
     settings = Settings(**json.loads(sys.argv[1]))
-    # Progress keeps this descriptor; whatever else prints, libraries above all, goes where it does no harm.
+    file = Path(settings.file)
+    logs = file.with_suffix(".logs")
+    logs.mkdir(exist_ok=True)
+    # Progress keeps this descriptor; what libraries print when they are imported goes where the ranks' output does.
     terminal = os.dup(2)
+    redirect_output(logs / "start.log")
     # No pool of threads in the process that ranks are forked from.
     torch.set_num_threads(1)
     implementations = installed()
-    file = Path(settings.file)
     write_json(file, _head(settings, implementations))
     try:
         for done, group_size in enumerate(settings.group_sizes):
             run_ranks(
                 lambda rank, done=done: _measure(rank, settings, implementations, done, terminal),
                 group_size,
-                file.with_suffix(".logs") / f"K={group_size}",
+                logs / f"K={group_size}",
             )
     except RankFailed as error:
         os.write(terminal, f"megatron-basp: error: {error}\n".encode())
@@ -80,9 +84,7 @@ def _head(settings: Settings, implementations: list[Implementation]) -> dict[str
     }
 
 
-def _measure(
-    rank: int, settings: Settings, implementations: list[Implementation], done: int, terminal: int
-) -> None:
+def _measure(rank: int, settings: Settings, implementations: list[Implementation], done: int, terminal: int) -> None:
     """With K = the world, all shapes and parts; the first rank writes down each as soon as it is measured."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     file, ranks = Path(settings.file), dist.get_world_size()
