@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 PEERS_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 # The paper's models; rows as well, since some copy only where there are several.
 SHAPES = (
-    "llama3.2-1b:512x2",
+    "llama3.2-1b:256x4",
     "llama3.2-3b:512",
     "llama3.1-8b:512",
-    "qwen1.5-1.8b:512x2",
-    "qwen2.5-3b:512x2",
-    "qwen3-8b:1024",
+    "qwen1.5-1.8b:256x4",
+    "qwen2.5-3b:256x4",
+    "qwen3-8b:768",
 )
-RANKS, REPETITIONS = (2, 4, 8), 15
+RANKS, REPETITIONS = (2, 4, 8), 11
 # glibc's switches. Kept: no memory from the kernel but once, and none goes back.
 MEMORY = {"kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "fresh": {}}
 
@@ -63,7 +63,8 @@ exit status: 0 measured, 1 a rank failed, 2 bad input (one line on stderr). Ctrl
 Document of --json, and of the file: rows, a list of {implementation, part, K, shape, collectives, bytes_sent,
 bytes_copied, milliseconds (the median), milliseconds_low and _high (quartiles), ratio_to_ours (its time over ours),
 max_error, wire_milliseconds, outside_wire_milliseconds, outside_wire_ratio_to_ours (null where ours is lost in the
-wire's), page_faults}; unsupported, shapes that an implementation refused, and what it said; implementations, the
+wire's), cpu_milliseconds and wire_cpu_milliseconds (of all ranks together; they hardly show what else runs on the
+machine), page_faults}; unsupported, shapes that an implementation refused, and what it said; implementations, the
 version of each or what stood in for it; missing, those not installed; shapes; settings.
 """
 

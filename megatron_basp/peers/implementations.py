@@ -19,7 +19,7 @@ from megatron_basp import __version__
 from megatron_basp.attention import BaspAttention
 from megatron_basp.copy_counter import CopyCounter
 from megatron_basp.ledger import Ledger
-from megatron_basp.peers import four_collectives
+from megatron_basp.peers import four_collectives, transformer_engine
 from megatron_basp.peers.kernels import Attend, Kernel
 from megatron_basp.peers.shapes import Layout, Shape
 from megatron_basp.plan import Limits, PlanHolder, plan_batch
@@ -78,8 +78,7 @@ def _transformer_engine() -> Implementation:
     name, layout = "transformer_engine", Layout(zig_zag=True)
     if not importlib.util.find_spec("transformer_engine_torch"):
         return Implementation(name, "its form, in code of ours", layout, _four_collectives)
-    from megatron_basp.peers import transformer_engine
-
+    importlib.import_module(transformer_engine.MODULE)
     return Implementation(name, version("transformer-engine"), layout, transformer_engine.make)
 
 

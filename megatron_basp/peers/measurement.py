@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class Row:
     bytes_sent: to other ranks. bytes_copied: see `copy_counter.py`; without the attention's own.
     milliseconds: the median; low and high: the quartiles.
     wire_milliseconds: of the bare collectives. outside_wire_milliseconds: the rest.
+    cpu_milliseconds, wire_cpu_milliseconds: of all ranks together, the medians: what other processes do hardly shows.
     ratio_to_ours, outside_wire_ratio_to_ours: its time over ours; the latter None where ours is lost in the wire's.
     max_error: see `largest_error`, of the output and the three gradients.
     page_faults: of a call on the first rank, the median.
@@ -51,8 +53,18 @@ class Row:
     max_error: float
     wire_milliseconds: float
     outside_wire_milliseconds: float
+    cpu_milliseconds: float
+    wire_cpu_milliseconds: float
     outside_wire_ratio_to_ours: float | None
     page_faults: float
+
+
+class Taken(NamedTuple):
+    """By a call, in each repetition: seconds of the slowest rank, CPU seconds of all, page faults of this one."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    page_faults: list[float]
 
 
 @dataclass(frozen=True)
@@ -91,9 +103,7 @@ class Case:
         errors = self._errors(contestants)
         wires = {contestant.collectives: _bare(contestant.collectives) for contestant in contestants.values()}
         calls = {**{name: one.call for name, one in contestants.items()}, **wires}
-        seconds, faults = _in_turns(list(calls.values()), self.repetitions)
-        of = {name: (seconds[index], faults[index]) for index, name in enumerate(calls)}
-        return list(self._compared(contestants, of, errors))
+        return list(self._compared(contestants, _in_turns(calls, self.repetitions), errors))
 
     def _errors(self, contestants: dict[str, _Contestant]) -> dict[str, float]:
         """On the first rank; it alone computes what is right."""
@@ -106,17 +116,17 @@ class Case:
     def _compared(
         self,
         contestants: dict[str, _Contestant],
-        of: dict[object, tuple[list[float], list[int]]],
+        taken: dict[object, Taken],
         errors: dict[str, float],
     ) -> Iterator[Row]:
         def times(key: object) -> float:
-            return 1e3 * statistics.median(of[key][0])
+            return 1e3 * statistics.median(taken[key].seconds)
 
         def outside(name: str) -> float:
             return times(name) - times(contestants[name].collectives)
 
         for name, contestant in contestants.items():
-            low, _, high = statistics.quantiles(of[name][0], n=4)
+            low, _, high = statistics.quantiles(taken[name].seconds, n=4)
             yield Row(
                 implementation=name,
                 part=self.part,
@@ -133,7 +143,9 @@ class Case:
                 wire_milliseconds=times(contestant.collectives),
                 outside_wire_milliseconds=outside(name),
                 outside_wire_ratio_to_ours=outside(name) / outside(OURS) if outside(OURS) > 0 else None,
-                page_faults=statistics.median(of[name][1]),
+                cpu_milliseconds=1e3 * statistics.median(taken[name].cpu_seconds),
+                wire_cpu_milliseconds=1e3 * statistics.median(taken[contestant.collectives].cpu_seconds),
+                page_faults=statistics.median(taken[name].page_faults),
             )
 
 
@@ -185,20 +197,25 @@ def _bare(collectives: tuple[Collective, ...]) -> Callable[[], None]:
     return call
 
 
-def _in_turns(calls: list[Callable[[], object]], repetitions: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Seconds of the slowest rank and page faults of this one, by call and repetition; each repetition begins with
-    another call, so that none always comes after the same."""
-    seconds = torch.zeros(len(calls), repetitions, dtype=torch.float64)
-    faults = [[0] * repetitions for _ in calls]
+def _in_turns(calls: dict[object, Callable[[], object]], repetitions: int) -> dict[object, Taken]:
+    """Each repetition begins with another call, so that none always comes after the same."""
+    names = list(calls)
+    wall, cpu, faults = (torch.zeros(len(calls), repetitions, dtype=torch.float64) for _ in range(3))
     for repetition in range(-WARM_UP_CALLS, repetitions):
         for turn in range(len(calls)):
             index = (turn + repetition) % len(calls)
             dist.barrier()
-            faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            start = time.perf_counter()
-            calls[index]()
+            before = _clocks()
+            calls[names[index]]()
             if repetition >= 0:
-                seconds[index, repetition] = time.perf_counter() - start
-                faults[index][repetition] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.tolist(), faults
+                passed = [after - start for after, start in zip(_clocks(), before, strict=True)]
+                wall[index, repetition], cpu[index, repetition], faults[index, repetition] = passed
+    dist.all_reduce(wall, dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    rows = zip(wall.tolist(), cpu.tolist(), faults.tolist(), strict=True)
+    return {name: Taken(*row) for name, row in zip(names, rows, strict=True)}
+
+
+def _clocks() -> tuple[float, float, int]:
+    """Seconds, this process's CPU seconds, its page faults."""
+    return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
