@@ -41,6 +41,8 @@ operations that run (forward and backward, of one rank), the attention's own lef
 difference of output and gradients from one process in fp64, relative to the largest entry.
 
 "bare wire" is the time of the same collectives alone; "outside" is the rest, and what an implementation can save.
+"CPU" is CPU time of the thread that calls, the mean over ranks. Threads of gloo drive the wire, so that this is spent
+outside of it; on a machine that does other things as well it is the steadiest of the times.
 
 The others are in an environment of their own, .venv-bench, which `make bench` builds; the processes are started with
 its Python. Without it ours runs beside the form of Transformer Engine's exchange: its four collectives and reorderings
@@ -63,9 +65,8 @@ exit status: 0 measured, 1 a rank failed, 2 bad input (one line on stderr). Ctrl
 Document of --json, and of the file: rows, a list of {implementation, part, K, shape, collectives, bytes_sent,
 bytes_copied, milliseconds (the median), milliseconds_low and _high (quartiles), ratio_to_ours (its time over ours),
 max_error, wire_milliseconds, outside_wire_milliseconds, outside_wire_ratio_to_ours (null where ours is lost in the
-wire's), cpu_milliseconds and wire_cpu_milliseconds (of all ranks together; they hardly show what else runs on the
-machine), page_faults}; unsupported, shapes that an implementation refused, and what it said; implementations, the
-version of each or what stood in for it; missing, those not installed; shapes; settings.
+wire's), cpu_milliseconds, page_faults}; unsupported, shapes that an implementation refused, and what it said;
+implementations, the version of each or what stood in for it; missing, those not installed; shapes; settings.
 """
 
 

@@ -14,7 +14,7 @@ COLORS = {
 }
 NUMBERS = (
     *("collec-\ntives", "MB\nsent", "MB\ncopied", "ms", "quartiles", "time\nto ours"),
-    *("bare\nwire, ms", "outside,\nms", "outside\nto ours", "CPU ms,\nall ranks", "largest\nerror"),
+    *("bare\nwire, ms", "outside,\nms", "outside\nto ours", "CPU,\nms", "largest\nerror"),
 )
 WIDTH = 119  # less would cut numbers
 

@@ -33,7 +33,8 @@ class Row:
     bytes_sent: to other ranks. bytes_copied: see `copy_counter.py`; without the attention's own.
     milliseconds: the median; low and high: the quartiles.
     wire_milliseconds: of the bare collectives. outside_wire_milliseconds: the rest.
-    cpu_milliseconds, wire_cpu_milliseconds: of all ranks together, the medians: what other processes do hardly shows.
+    cpu_milliseconds: of the thread that calls, the mean over ranks. Threads of gloo drive the wire, so this is what is
+    computed and copied; that other processes share the cores shows less in it than in any other time.
     ratio_to_ours, outside_wire_ratio_to_ours: its time over ours; the latter None where ours is lost in the wire's.
     max_error: see `largest_error`, of the output and the three gradients.
     page_faults: of a call on the first rank, the median.
@@ -54,13 +55,13 @@ class Row:
     wire_milliseconds: float
     outside_wire_milliseconds: float
     cpu_milliseconds: float
-    wire_cpu_milliseconds: float
     outside_wire_ratio_to_ours: float | None
     page_faults: float
 
 
 class Taken(NamedTuple):
-    """By a call, in each repetition: seconds of the slowest rank, CPU seconds of all, page faults of this one."""
+    """By a call, in each repetition: seconds of the slowest rank, CPU seconds of all ranks' threads that called, page
+    faults of this rank."""
 
     seconds: list[float]
     cpu_seconds: list[float]
@@ -143,8 +144,7 @@ class Case:
                 wire_milliseconds=times(contestant.collectives),
                 outside_wire_milliseconds=outside(name),
                 outside_wire_ratio_to_ours=outside(name) / outside(OURS) if outside(OURS) > 0 else None,
-                cpu_milliseconds=1e3 * statistics.median(taken[name].cpu_seconds),
-                wire_cpu_milliseconds=1e3 * statistics.median(taken[contestant.collectives].cpu_seconds),
+                cpu_milliseconds=1e3 * statistics.median(taken[name].cpu_seconds) / dist.get_world_size(),
                 page_faults=statistics.median(taken[name].page_faults),
             )
 
@@ -217,5 +217,5 @@ def _in_turns(calls: dict[object, Callable[[], object]], repetitions: int) -> di
 
 
 def _clocks() -> tuple[float, float, int]:
-    """Seconds, this process's CPU seconds, its page faults."""
-    return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    """Seconds, this thread's CPU seconds, this process's page faults."""
+    return time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt

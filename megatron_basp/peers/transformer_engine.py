@@ -11,20 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_basp.copy_counter import CopyCounter
+from megatron_basp.cpu import answer_device_queries, make_streams_no_ops
 from megatron_basp.peers.kernels import Attend, Kernel
 from megatron_basp.peers.shapes import Shape
 
 MODULE = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 
 
-class _Stream:
-    def wait_stream(self, stream: None) -> None: ...
-
-
 def make(shape: Shape, attend: Attend, counter: CopyCounter) -> Any:
     context_parallel = importlib.import_module(MODULE)
-    # It lets the current stream wait for the one that it communicates on; on a CPU there are none.
-    torch.cuda.current_stream = lambda device=None: _Stream()
+    # It asks which device there is, and communicates on a stream of its own.
+    answer_device_queries()
+    make_streams_no_ops()
     kernel, kept = Kernel(attend, counter), []
     ends = torch.arange(0, (shape.rows + 1) * shape.length, shape.length, dtype=torch.int32)
     members = list(range(dist.get_world_size()))
