@@ -1,8 +1,8 @@
 """What stands between the two exchanges of the benchmark, the same for every implementation.
 
-A kernel takes query [S, B, h, d] and key and value [S, B, g, d], all S tokens of h heads, and gives [S, B, h, d]. What
-it gives, output and gradients, is contiguous, as a fused kernel's is; copies that take torch there are its own and not
-the exchange's.
+A kernel takes query [S, B, h, d] and key and value [S, B, g, d], all S tokens of h heads, and gives [S, B, h, d]. As
+Transformer Engine's does, it takes and gives contiguous tensors: what comes in pieces it copies, which counts as the
+exchange's; how torch gets to contiguous outputs and gradients does not.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Kernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The output, and what `backward` needs."""
+        whole = [x.detach().contiguous() for x in (query, key, value)]
         with self._counter.paused(), torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+            inputs = [x.requires_grad_() for x in whole]
             if self._batch_first:
                 output = self._attend(*(x.transpose(0, 1) for x in inputs)).transpose(0, 1)
             else:
@@ -61,6 +62,7 @@ class Kernel:
 
     def backward(self, kept: list[Tensor], gradient: Tensor) -> list[Tensor]:
         *inputs, output = kept
+        gradient = gradient.contiguous()
         with self._counter.paused():
             return [x.contiguous() for x in torch.autograd.grad(output, inputs, gradient)]
 

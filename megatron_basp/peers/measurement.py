@@ -150,7 +150,7 @@ class Case:
 
 
 class _Contestant:
-    """An implementation, called once and counted."""
+    """An implementation, called and counted."""
 
     def __init__(self, implementation: Implementation, shape: Shape, part: str) -> None:
         self.counter = CopyCounter()
@@ -159,6 +159,7 @@ class _Contestant:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         *inputs, self._gradient = (self._layout.part(x, rank, ranks) for x in shape.draw())
         self._inputs = [x.requires_grad_() for x in inputs]
+        self.call()  # what is made once and kept, such as orders of chunks, is not of each call
         with self.counter:
             self._found = self.call()
         # In an order of their own: implementations that make the same ones are held to the same bare wire.
