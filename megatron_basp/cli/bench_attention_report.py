@@ -41,6 +41,8 @@ def show(document: dict[str, Any], file: Path) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    if document["missing"]:
+        console.print(f"Not installed: {', '.join(document['missing'])}; `make bench` brings them.", highlight=False)
     which = ", ".join(f"{name} {what}" for name, what in document["implementations"].items())
     console.print(
         f"Of one rank, forward and backward, in fp32; memory {document['settings']['memory']}; {which}. "
