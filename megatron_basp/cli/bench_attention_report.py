@@ -16,7 +16,7 @@ NUMBERS = (
     *("collec-\ntives", "MB\nsent", "MB\ncopied", "ms", "quartiles", "time\nto ours"),
     *("bare\nwire, ms", "outside,\nms", "outside\nto ours", "CPU,\nms", "largest\nerror"),
 )
-WIDTH = 119  # less would cut numbers
+WIDTH = 132  # less would cut numbers
 
 
 def show(document: dict[str, Any], file: Path) -> None:
@@ -26,7 +26,7 @@ def show(document: dict[str, Any], file: Path) -> None:
 
     console = Console()
     for part, in_part in groupby(sorted(document["rows"], key=_by_part), key=_by_part):
-        table = Table(title=part, title_justify="left", box=box.SIMPLE, pad_edge=False)
+        table = Table(title=part, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
         table.add_column("", no_wrap=True)
         for name in NUMBERS:
             table.add_column(name, justify="right", no_wrap=True)
