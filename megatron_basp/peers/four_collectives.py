@@ -64,7 +64,7 @@ def _to_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor
 
     def unpack(x: Tensor) -> Tensor:
         # [K, 2, S/2K, B, heads/K, d], the first two in one dimension
-        return x.unflatten(0, (ranks, 2)).movedim(0, 3).flatten(0, 1).flatten(2, 3)
+        return x.unflatten(0, (ranks, 2)).movedim(0, 3).contiguous().flatten(0, 1).flatten(2, 3)
 
     return _exchange(tensors, pack, unpack, group)
 

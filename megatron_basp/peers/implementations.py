@@ -27,6 +27,7 @@ from megatron_basp.process_groups import create_sequence_groups
 
 OURS = "megatron_basp"
 NAMES = (OURS, "transformer_engine", "deepspeed", "yunchang")
+FORM = "its form, in code of ours"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Query, key and value of a rank, in the implementation's layout -> the output, in the same."""
@@ -77,12 +78,12 @@ def _transformer_engine() -> Implementation:
     """Its own code where it is installed, else its form."""
     name, layout = "transformer_engine", Layout(zig_zag=True)
     if not importlib.util.find_spec("transformer_engine_torch"):
-        return Implementation(name, "its form, in code of ours", layout, _four_collectives)
+        return Implementation(name, FORM, layout, four_collectives_attention)
     importlib.import_module(transformer_engine.MODULE)
     return Implementation(name, version("transformer-engine"), layout, transformer_engine.make)
 
 
-def _four_collectives(shape: Shape, attend: Attend, counter: CopyCounter) -> Attention:
+def four_collectives_attention(shape: Shape, attend: Attend, counter: CopyCounter) -> Attention:
     kernel = Kernel(attend, counter)
     return lambda *qkv: four_collectives.attention(*qkv, kernel, dist.group.WORLD)
 

@@ -80,7 +80,7 @@ class Unsupported:
 
 @dataclass
 class Case:
-    """One shape and part on this rank. Making it is collective, and so is `rows`."""
+    """One shape and part, on this rank; `rows` is called once, by all ranks. unsupported: filled by it."""
 
     shape: Shape
     part: str
