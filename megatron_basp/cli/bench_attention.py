@@ -27,8 +27,12 @@ SHAPES = (
     "qwen3-8b:256x2",
 )
 RANKS, REPETITIONS = (2, 4, 8), 11
-# glibc's switches. Kept: no memory from the kernel but once, and none goes back.
-MEMORY = {"kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "fresh": {}}
+# glibc's switches. Kept: no memory from the kernel but once, and none goes back. Fresh: buffers of 128 KiB and more
+# from the kernel each time; glibc's own rule is between the two, and depends on what a process has done before.
+MEMORY = {
+    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+    "fresh": {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)},
+}
 
 DESCRIPTION = """
 Measure one attention layer's exchange of heads for sequence, forward and backward, on this machine's CPU over gloo:
@@ -53,12 +57,12 @@ EPILOG = """
 examples:
   make bench                                               build .venv-bench, then this; a few minutes
   megatron-basp bench attention --shapes llama3.1-8b:2048 --ranks 4 --repetitions 30
-  megatron-basp bench attention --memory fresh             with what a page fault costs where memory is not kept
+  megatron-basp bench attention --memory fresh             with what page faults cost where memory is not kept
   megatron-basp bench attention --python .venv/bin/python  without the peers
 
 Memory: --memory kept lets glibc keep what is freed, as the allocator of a GPU does: after the warm-up no call gets
-pages from the kernel ("page_faults" shows it). With fresh, glibc decides as it does by default. Either way it is the
-same for all.
+pages from the kernel. With fresh every buffer of 128 KiB or more comes from the kernel, and its page faults cost as
+much as copies. "page_faults" shows them. Either way it is the same for all.
 
 exit status: 0 measured, 1 a rank failed, 2 bad input (one line on stderr). Ctrl-C keeps what was measured.
 
