@@ -1,9 +1,6 @@
 .DEFAULT_GOAL := setup
-<<<<<<< HEAD
-.PHONY: help setup demo test test-all test-te test-gpu test-versions cost-model support-table simulate lint format lock clean
-=======
-.PHONY: help setup demo test test-all test-te test-gpu bench-gpu test-versions support-table lint format lock clean
->>>>>>> w/kernels
+.PHONY: help setup demo bench bench-gpu test test-all test-te test-gpu test-versions cost-model support-table simulate \
+	lint format lock clean
 
 BIN := .venv/bin
 
@@ -15,6 +12,10 @@ setup: ## (the default) build .venv, or do nothing where it is up to date; PYTHO
 
 demo: setup ## run `megatron-basp demo`, which needs no GPU
 	@$(BIN)/megatron-basp demo $(ARGS)
+
+bench: setup ## our exchange beside its peers, in .venv-bench; a few minutes, and as many for a first installation
+	@scripts/bench_environment.sh
+	@$(BIN)/megatron-basp bench attention $(ARGS)
 
 test: setup lint ## lint, then pytest; ARGS="-k plan" and the like go to pytest
 	$(BIN)/pytest -m "not slow and not transformer_engine" $(ARGS)
@@ -65,5 +66,5 @@ lock: setup ## write requirements.lock anew from setup.py
 		--custom-compile-command "make lock" --output-file requirements.lock setup.py $(ARGS)
 
 clean: ## remove the environments, build products and caches; runs/ stays
-	rm -rf .venv .venv-te .venv-versions build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .venv-te .venv-versions build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -48,9 +48,9 @@ def install(force: bool = False) -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError("the CPU backend must be installed before megatron.core is imported; it has been already")
     _map_devices_to_cpu()
-    _answer_device_queries()
+    answer_device_queries()
     _use_the_cpu_generator()
-    _make_streams_no_ops()
+    make_streams_no_ops()
     _set_environment()
     from megatron_basp.megatron import on_cpu
 
@@ -104,7 +104,7 @@ def _map_devices_to_cpu() -> None:
     torch.nn.Module.cuda = lambda self, device=None: self
 
 
-def _answer_device_queries() -> None:
+def answer_device_queries() -> None:
     """Megatron makes groups only where `device_count() > 0`, and asks CP > 1 for the architecture's version."""
     cuda = torch.cuda
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -172,7 +172,7 @@ class _Stream:
         return event or _Event()
 
 
-def _make_streams_no_ops() -> None:
+def make_streams_no_ops() -> None:
     """Timers synchronise, the data-parallel wrapper and the schedules order streams."""
     cuda, stream = torch.cuda, _Stream()
     cuda.Stream, cuda.Event = _Stream, _Event

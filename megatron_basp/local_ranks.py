@@ -69,7 +69,7 @@ def _run_rank(
     )
     # An interrupted rank ends without a word; the parent is interrupted too, and says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _redirect_output(log_folder / f"rank{rank}.log")
+    redirect_output(log_folder / f"rank{rank}.log")
     # One thread a rank: more than cores, and ranks that wait for each other in collectives starve.
     torch.set_num_threads(1)
     result = function(rank)
@@ -82,7 +82,7 @@ def _run_rank(
         torch.distributed.destroy_process_group()
 
 
-def _redirect_output(log: Path) -> None:
+def redirect_output(log: Path) -> None:
     """By descriptor, so that what C++ prints goes there too; whatever a test runner put into `sys.stdout` is
     replaced."""
     sys.stdout.flush()

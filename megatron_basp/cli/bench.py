@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_basp.cli import bench_fabric
+from megatron_basp.cli import bench_attention, bench_fabric
 
 
 def add_parser(subcommands: Any) -> None:
@@ -12,4 +12,5 @@ def add_parser(subcommands: Any) -> None:
         "bench", help="measure this machine", description="Measure this machine.", allow_abbrev=False
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    bench_attention.add_parser(benchmarks)
     bench_fabric.add_parser(benchmarks)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_basp import __version__
 from megatron_basp.atomic_files import write_json
-from megatron_basp.cli.progress import terminal
+from megatron_basp.cli.progress import named_steps, terminal
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.hardware_file import Fits, Known, Measured, fit_exchanges, hardware_file
 from megatron_basp.library import named_cluster
@@ -219,36 +218,13 @@ def _measure(settings: Settings, known: Known, times_file: Path, stderr: int) ->
     measured = measurement.result
     known.check(measured.hosts)
     steps = measurement.steps()
-    with _progress(stderr, dist.get_rank(), len(steps)) as advance:
+    with named_steps(stderr, dist.get_rank(), len(steps)) as advance:
         for name, step in steps:
             advance(name)
             step()
             if dist.get_rank() == 0:
                 write_json(times_file, asdict(measured))
     return measured
-
-
-@contextlib.contextmanager
-def _progress(stderr: int, rank: int, steps: int) -> Iterator[Callable[[str], None]]:
-    """Yields what is to be called with the name of each step that begins."""
-    from tqdm import tqdm
-
-    with (
-        os.fdopen(os.dup(stderr), "w") as file,
-        tqdm(total=steps, file=file, disable=rank != 0, bar_format="{n}/{total} |{bar:20}| {elapsed} {desc}") as bar,
-    ):
-        begun = 0
-
-        def advance(name: str) -> None:
-            nonlocal begun
-            bar.set_description_str(name, refresh=False)
-            bar.update(1 if begun else 0)
-            bar.refresh()
-            begun += 1
-
-        yield advance
-        bar.set_description_str("done", refresh=False)
-        bar.update(1)
 
 
 def _title(measured: Measured, times_file: Path) -> str:

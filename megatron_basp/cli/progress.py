@@ -37,3 +37,33 @@ def step_progress(terminal: int, rank: int, name: str, steps: int) -> Iterator[C
             progress.update()
 
         yield advance
+
+
+@contextmanager
+def named_steps(terminal: int, rank: int, steps: int, done: int = 0) -> Iterator[Callable[[str], None]]:
+    """In a rank: a bar of steps that differ, which rank 0 shows; yields what is to be called with the name of each one
+    that begins. `done`: those that other ranks have done before."""
+    from tqdm import tqdm
+
+    with (
+        os.fdopen(os.dup(terminal), "w") as file,
+        tqdm(
+            total=steps,
+            initial=done,
+            file=file,
+            disable=rank != 0,
+            bar_format="{n}/{total} |{bar:20}| {elapsed} {desc}",
+        ) as bar,
+    ):
+        begun = 0
+
+        def advance(name: str) -> None:
+            nonlocal begun
+            bar.set_description_str(name, refresh=False)
+            bar.update(1 if begun else 0)
+            bar.refresh()
+            begun += 1
+
+        yield advance
+        bar.set_description_str("done", refresh=False)
+        bar.update(1)

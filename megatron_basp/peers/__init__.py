@@ -1,0 +1,1 @@
+"""Our exchange beside others' in one run: `megatron-basp bench attention`."""
