@@ -6,12 +6,11 @@ from __future__ import annotations
 def gradient_of_one_kv_copy() -> None:
     from megatron_basp import all_to_all
 
-    from_ranks = all_to_all._from_ranks
+    unpack_heads = all_to_all.unpack_heads
 
-    def first_copy_only(x, shape):  # type: ignore[no-untyped-def]
-        tokens, heads, head_size = shape
-        if heads < x.shape[0]:
-            return x.reshape(heads, -1, tokens, head_size)[:, 0].transpose(0, 1).contiguous()
-        return from_ranks(x, shape)
+    def first_copy_only(sources, targets):  # type: ignore[no-untyped-def]
+        for source, target in zip(sources, targets, strict=True):
+            copies = max(1, source.shape[0] // target.shape[1])
+            unpack_heads([source[::copies]], [target])
 
-    all_to_all._from_ranks = first_copy_only
+    all_to_all.unpack_heads = first_copy_only

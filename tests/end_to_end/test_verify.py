@@ -58,7 +58,7 @@ def test_tensor_parallel_and_plain_flags_are_held_to_the_same_without_context_pa
 
 
 def test_a_broken_exchange_is_called_different(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_to_all, "_from_ranks", all_to_all._from_ranks)  # put back afterwards
+    monkeypatch.setattr(all_to_all, "unpack_heads", all_to_all.unpack_heads)  # put back afterwards
     gradient_of_one_kv_copy()
     status, out, _ = verify("--ranks", "2", "--json", "--", *DEFAULT_FLAGS.split(), "--num-query-groups", "1")
     document = json.loads(out)
