@@ -15,6 +15,7 @@ from megatron_basp.cluster import ClusterSpec
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
 from megatron_basp.library import named_cluster
+from megatron_basp.megatron.conditions import check_chunks, check_mapping, check_virtual_stages
 from megatron_basp.megatron.fp8 import check_fp8
 from megatron_basp.megatron.refusals import (
     refuse_capacity_of_shards,
@@ -23,7 +24,6 @@ from megatron_basp.megatron.refusals import (
     refuse_unsupported_packing,
 )
 from megatron_basp.megatron.settings import Settings
-from megatron_basp.overlap_cost import possible_chunks
 from megatron_basp.placement import Placement
 from megatron_basp.plan import Limits
 
@@ -138,8 +138,8 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     if args.basp_ledger is not None:
         _check_ledger(args.basp_ledger)
     settings = _settings(args, mode, ranks)
-    _check_mapping(args)
-    _check_virtual_stages(args, settings)
+    check_mapping(args)
+    check_virtual_stages(args, settings)
     if args.num_experts and settings.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ConfigurationError(
             f"Megatron trains experts under --tensor-model-parallel-size {settings.tensor_model_parallel_size} with "
@@ -154,47 +154,10 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
                 f"TP={settings.tensor_model_parallel_size}: use a --seq-length that is a multiple of "
                 f"{ranks * settings.tensor_model_parallel_size}"
             )
-    _check_chunks(settings)
+    check_chunks(settings)
     refuse_capacity_of_shards(args, settings.group_sizes(), mode)
     check_fp8(args, settings)
     return settings
-
-
-def _check_mapping(args: argparse.Namespace) -> None:
-    """Megatron's own condition (`initialize_model_parallel`), told before ranks meet."""
-    if not args.use_tp_pp_dp_mapping or args.pipeline_model_parallel_size == 1:
-        return
-    tensor_parallel, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
-    attention = tensor_parallel * args.context_parallel_size
-    experts = (expert_tensor or tensor_parallel) * args.expert_model_parallel_size
-    if attention != experts:
-        raise ConfigurationError(
-            f"--use-tp-pp-dp-mapping with pipeline stages wants TP·CP to be the experts' TP·EP, got "
-            f"{tensor_parallel}·{args.context_parallel_size} and {experts // args.expert_model_parallel_size}·"
-            f"{args.expert_model_parallel_size}: leave it out, or choose --expert-model-parallel-size to fit"
-        )
-
-
-def _check_virtual_stages(args: argparse.Namespace, settings: Settings) -> None:
-    """Megatron's own condition (`forward_backward_pipelining_with_interleaving`), which it meets with the first step,
-    and with the first evaluation."""
-    if not (args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank):
-        return
-    stages = args.pipeline_model_parallel_size
-    group = args.microbatch_group_size_per_vp_stage or stages
-    evaluated = settings.global_batch_size if args.eval_global_batch_size is None else args.eval_global_batch_size
-    for use, samples, batch_size in (
-        ("in training", settings.global_batch_size, settings.micro_batch_size),
-        ("at evaluation", evaluated, settings.eval_micro_batch_size),
-    ):
-        data_parallel = settings.data_parallel_size
-        microbatches = samples // (batch_size * data_parallel)
-        if not stages <= group <= microbatches or 0 < microbatches % group < stages:
-            raise ConfigurationError(
-                f"virtual pipeline stages want M = samples/(B·DP) micro-batches to be a multiple of {group} "
-                f"(PP={stages}), got M={microbatches} {use} from {samples}/({batch_size}·{data_parallel}): use a "
-                f"global batch size that is a multiple of {group * batch_size * data_parallel}"
-            )
 
 
 def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
@@ -307,15 +270,3 @@ def _attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> Att
         return AttentionShape(heads, heads, query_head_size, args.v_head_dim, element_bytes)
     head_size = args.kv_channels or args.hidden_size // args.num_attention_heads
     return AttentionShape(heads, kv_heads, head_size, head_size, element_bytes)
-
-
-def _check_chunks(settings: Settings) -> None:
-    limits = settings.limits
-    for group_size, chunks in settings.chunks.items():
-        possible = possible_chunks(limits, group_size)
-        if chunks not in possible:
-            raise ConfigurationError(
-                f"--basp-overlap-chunks C must divide the heads of a rank at K={group_size}, "
-                f"H/K={limits.heads // group_size} and Hkv/K={max(limits.kv_heads // group_size, 1)}, got {chunks}: "
-                f"use one of {possible}"
-            )
