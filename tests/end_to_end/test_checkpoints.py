@@ -123,7 +123,10 @@ def _saved_shapes(folder: Path) -> dict[str, Any]:
             f"--micro-batch-size 1 {cp(2)} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
             2,
             id="distributed optimizer, fully reshardable",
-            marks=pytest.mark.supports("Checkpoints", "distributed optimizer, resumed with another N and B"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.supports("Checkpoints", "distributed optimizer, resumed with another N and B"),
+            ],
         ),
         pytest.param(
             f"{B3} {cp(4)} --use-distributed-optimizer",
@@ -163,6 +166,7 @@ def write_slowly() -> None:
     replace(f"{writer}.write_preloaded_data", ["write_bucket"], slow)
 
 
+@pytest.mark.slow
 @pytest.mark.supports("Checkpoints", "`--async-save`, by Megatron's own worker")
 def test_training_does_not_change_what_is_still_being_written(trainer: Trainer, saved: Saved, tmp_path: Path) -> None:
     flags = f"{saving(tmp_path)} {B3} {cp(4)} --async-save --use-persistent-ckpt-worker --async-strategy mcore"

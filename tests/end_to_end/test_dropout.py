@@ -184,6 +184,7 @@ def test_what_is_computed_twice_drops_the_same_elements_twice(
     assert_identical(trainer.planned(f"{FLAGS} {cp(4)} {flags}", ranks=4), four_ranks.run)
 
 
+@pytest.mark.slow
 @pytest.mark.supports("Training", "dropout of a resumed run", "the uninterrupted one, to the bit")
 @pytest.mark.supports("Training", "dropout of a run that is started again", "the first one, to the bit")
 def test_a_run_started_again_and_one_resumed_are_identical(

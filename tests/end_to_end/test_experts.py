@@ -140,6 +140,7 @@ def test_a_model_like_qwen3_moe_trains_as_one_rank(trainer: Trainer) -> None:
     assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
 
 
+@pytest.mark.slow
 @pytest.mark.supports(
     "Experts",
     "dense layers first, shared experts, groups of experts, bias and `seq_aux_loss`, on MLA, predicting two tokens "

@@ -33,6 +33,7 @@ def test_sinks_of_tensor_parallel_ranks_train_as_without_context_parallelism(tra
     assert_same_training(trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2))
 
 
+@pytest.mark.slow
 @pytest.mark.supports("Checkpoints", "learnable sinks of tensor-parallel ranks, resumed by stock on one rank")
 def test_saved_sinks_are_where_stock_looks_for_them(trainer: Trainer, tmp_path: Path) -> None:
     flags = f"{ROPE} {GQA} {LEARNABLE} {batch(3)} --ckpt-format torch_dist"

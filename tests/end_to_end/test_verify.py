@@ -49,6 +49,7 @@ def test_the_default_model_is_proved_equal(verify: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == document
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_plain_flags_are_held_to_the_same_without_context_parallelism(verify: Any) -> None:
     flags = "--micro-batch-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2 --use-distributed-optimizer"
     status, out, err = verify("--", *DEFAULT_FLAGS.split(), *flags.split())
