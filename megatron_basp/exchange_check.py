@@ -7,7 +7,7 @@ what the model says of a cluster.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 from megatron_basp.cluster import ClusterSpec
@@ -84,7 +84,7 @@ def predicted_step(header: Header) -> dict[Kind, Sent]:
     layers, recomputed = _layers(header.flags)
     shape = _shape(header)
     sent = {}
-    for wave, (rows, group_size) in enumerate((w.rows, w.group_size) for w in header.training_waves):
+    for wave, (rows, group_size, chunks) in enumerate(map(astuple, header.training_waves)):
         if group_size == 1:
             continue
         tokens = rows * _number(header.flags, "seq-length") // len(header.cp_ranks)
@@ -99,7 +99,7 @@ def predicted_step(header: Header) -> dict[Kind, Sent]:
                 number = exchanges * micro_batches
                 share = round(n_bytes / group_size) * number  # H and max(Hkv, K) are multiples of K
                 kind = Kind(wave, group_size, operation, direction)  # type: ignore[arg-type]
-                sent[kind] = Sent(number, share, same_node * share, across * share)
+                sent[kind] = Sent(number * chunks, share, same_node * share, across * share)
     return sent
 
 

@@ -43,10 +43,11 @@ _HEADER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class PlannedWave:
-    """Of a plan: how many rows share K ranks each."""
+    """Of a plan: how many rows share K ranks each, and in how many parts their heads are exchanged."""
 
     rows: int
     group_size: int
+    chunks: int = 1
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def _header(path: Path, records: list[dict[str, Any]]) -> Header:
     sizes = {field.name: int for field in fields(Exchanged)}
     for name in ("training_waves", "evaluation_waves"):
         taken[name] = tuple(
-            PlannedWave(**_of(wave, {"rows": int, "group_size": int}, f"{where}'s {name}", least=1))
+            PlannedWave(**_of(wave, {"rows": int, "group_size": int, "chunks": int}, f"{where}'s {name}", least=1))
             for wave in taken[name]
         )
     header = Header(

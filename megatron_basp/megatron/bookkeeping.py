@@ -127,4 +127,4 @@ def _head_sizes(args: Any) -> tuple[int, int]:
 
 def _waves(settings: Settings, micro_batch_size: int) -> tuple[PlannedWave, ...]:
     plan = settings.plan(micro_batch_size, settings.seq_length)
-    return tuple(PlannedWave(len(wave.rows), wave.group_size) for wave in plan.waves)
+    return tuple(PlannedWave(len(wave.rows), wave.group_size, settings.chunks[wave.group_size]) for wave in plan.waves)

@@ -130,7 +130,7 @@ def test_lines_that_the_format_does_not_have_are_refused_with_their_number(
     [
         (0, "flags", [], r"has flags \[\]"),
         (0, "training_waves", [{"rows": 2, "group_size": 0}], "training_waves has group_size 0"),
-        (0, "training_waves", [{"rows": 2, "group_size": 3}], "whose K does not divide"),
+        (0, "training_waves", [{"rows": 2, "group_size": 3, "chunks": 1}], "whose K does not divide"),
         (0, "cp_ranks", [0, []], "ranks beyond"),
         (0, "world_size", 10**30, "ranks beyond"),
         (0, "cp_ranks", [0, 2, 3], "a rank outside of its group"),

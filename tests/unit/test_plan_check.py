@@ -100,6 +100,14 @@ def test_a_layer_a_wave_or_a_direction_that_did_not_exchange_is_missed():
     assert {kind[0] for kind, _ in different(replace(without, sent=sent))} == {1}
 
 
+def test_heads_that_are_exchanged_in_parts_take_so_many_collectives_and_the_same_bytes():
+    in_parts = replace(HEADER, training_waves=tuple(replace(wave, chunks=2) for wave in HEADER.training_waves))
+    halves = step(forward_passes=1)
+    twice = {c: replace(amount, count=2 * amount.count) for c, amount in halves.sent.items()}
+    assert not different(replace(halves, sent=twice), header=in_parts)
+    assert len(different(halves, header=in_parts)) == 8
+
+
 def test_an_exchange_that_was_not_predicted_differs():
     one_wave = replace(HEADER, training_waves=(PlannedWave(2, 2), PlannedWave(1, 1)))
     assert {kind[:2] for kind, _ in different(step(), header=one_wave)} == {(1, 4)}
