@@ -82,6 +82,9 @@ def attend(
         kernels: of each piece.
         softmax_offset: [H], of attention sinks, where there are such.
     """
+    if softmax_offset is not None and not torch.is_grad_enabled():
+        # A parameter asks for a gradient even where none is wanted, and kernels would keep what backward needs.
+        softmax_offset = softmax_offset.detach()
     return _Attend.apply(pieces, kernels, query, key, value, softmax_offset)
 
 
