@@ -11,7 +11,6 @@ down.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,10 +131,16 @@ def possible_chunks(limits: Limits, group_size: int) -> list[int]:
 
 
 def best_chunks(exchange: ExchangeModel, plan: BatchPlan, limits: Limits) -> dict[int, int]:
-    """C for each K of the plan: the fewest parts in all that come as near to the least seconds as `TELLS_APART`."""
-    sizes = plan.group_sizes
-    of_each = itertools.product(*(possible_chunks(limits, size) for size in sizes))
-    choices = [dict(zip(sizes, counts, strict=True)) for counts in sorted(of_each, key=lambda counts: sum(counts))]
-    seconds = [layer_seconds(exchange, plan, choice) for choice in choices]
-    least = min(seconds) * (1 + TELLS_APART)
-    return next(choice for choice, of_choice in zip(choices, seconds, strict=True) if of_choice <= least)
+    """C for each K of the plan: the fewest parts that come as near to the least seconds as `TELLS_APART`.
+
+    One K after the other, the largest first, which has the longest way, and with those that are not chosen yet in one
+    part: all choices together are far too many where a plan has many waves.
+    """
+    chosen = dict.fromkeys(plan.group_sizes, 1)
+    for size in reversed(plan.group_sizes):
+        seconds = {
+            chunks: layer_seconds(exchange, plan, chosen | {size: chunks}) for chunks in possible_chunks(limits, size)
+        }
+        near = min(seconds.values()) * (1 + TELLS_APART)
+        chosen[size] = min(chunks for chunks, of_chunks in seconds.items() if of_chunks <= near)
+    return chosen

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_basp import overlap_cost
 from megatron_basp.exchange_cost import AttentionShape, ExchangeModel, Transfer
 from megatron_basp.overlap_cost import TELLS_APART, Work, best_chunks, layer_seconds, possible_chunks, seconds_of
 from megatron_basp.placement import Placement
@@ -183,6 +184,23 @@ def test_no_other_number_of_parts_is_faster_by_more_than_the_model_can_tell():
         for of_four in possible_chunks(LIMITS, 4):
             for of_eight in possible_chunks(LIMITS, 8):
                 assert best <= layer_seconds(exchange, plan(3), {4: of_four, 8: of_eight}) * (1 + TELLS_APART)
+
+
+def test_a_plan_of_many_waves_is_not_tried_in_all_combinations_of_parts(monkeypatch):
+    tried = []
+
+    def counted(exchange, of_plan, chunks):
+        tried.append(chunks)
+        return layer_seconds(exchange, of_plan, chunks)
+
+    monkeypatch.setattr(overlap_cost, "layer_seconds", counted)
+    limits = Limits(64, 64)
+    many = plan_batch((64 * 64,) * 63, 64, limits)
+    nodes = Placement((tuple(rank // 8 for rank in range(64)),))
+    assert many.group_sizes == (2, 4, 8, 16, 32, 64)
+    chosen = best_chunks(ExchangeModel(CLUSTER, AttentionShape(64, 64, 64, 64, 2), nodes), many, limits)
+    assert tuple(chosen) == many.group_sizes
+    assert len(tried) == sum(len(possible_chunks(limits, size)) for size in many.group_sizes) == 21
 
 
 def test_a_rank_alone_has_one_part():
