@@ -115,7 +115,9 @@ def predicted_seconds(header: Header, headers: Sequence[Header], cluster: Cluste
     found = {}
     for wave, planned in enumerate(header.training_waves):
         tokens = planned.rows * _number(header.flags, "seq-length") / len(header.cp_ranks)
-        seconds = model.of_wave(planned.group_size, tokens).seconds * _micro_batches(header.flags)
+        cost = model.of_wave(planned.group_size, tokens)
+        # Each part has a latency of its own.
+        seconds = (cost.seconds + cost.latency_seconds * (planned.chunks - 1)) * _micro_batches(header.flags)
         if planned.group_size > 1:
             found[wave, "forward"] = seconds * (layers + recomputed)
             found[wave, "backward"] = seconds * layers
