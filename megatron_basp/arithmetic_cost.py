@@ -34,9 +34,6 @@ class Arithmetic:
         """Of the pipeline stage that has the output layer."""
         return layers * sum(self.layer_seconds.values()) + self.output_seconds
 
-    def stage_flops(self, layers: int) -> float:
-        return layers * sum(self.layer_flops.values()) + self.output_flops
-
 
 def arithmetic_of(training: TrainingSpec) -> Arithmetic:
     """Independent of the plan: every rank attends B·S/N tokens' worth of whole sequences with its heads."""

@@ -183,7 +183,7 @@ def plan_batch(lengths: Sequence[int], ranks: int, limits: Limits, cost_of: Cost
         ConfigurationError (a ValueError): no decomposition exists; says which formula fails, and the remedy.
     """
     lengths = tuple(lengths)
-    check_sizes(lengths, ranks, limits)
+    _check_sizes(lengths, ranks, limits)
     rows, length = len(lengths), lengths[0]
     if limits.group_size is not None:
         _check_forced(rows, length, ranks, limits)
@@ -230,7 +230,7 @@ def bytes_of_wave(rows: int, ranks: int, limits: Limits) -> CostOf:
     return cost_of
 
 
-def check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
+def _check_sizes(lengths: tuple[int, ...], ranks: int, limits: Limits) -> None:
     if ranks < 1:
         raise ConfigurationError(f"a context-parallel group needs at least 1 rank, got N={ranks}")
     if not lengths:

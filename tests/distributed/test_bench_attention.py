@@ -6,7 +6,6 @@ import csv
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from megatron_basp.peers.implementations import installed
 from megatron_basp.peers.kernels import PARTS
 from megatron_basp.peers.measurement import Case
 from megatron_basp.peers.shapes import Shape, shape_of
+from tests.commands import assert_refused
 
 pytestmark = pytest.mark.distributed
 
@@ -149,12 +149,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", "attention", *flags]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
-    assert re.search(message, said.err), said.err
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(["bench", "attention", *flags], message, tmp_path, monkeypatch, capsys)
 
 
 def test_an_interrupted_benchmark_keeps_what_it_measured(tmp_path: Path) -> None:

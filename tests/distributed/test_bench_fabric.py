@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from megatron_basp.cluster import load_cluster
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.fabric import Measurement, Settings
 from megatron_basp.hardware_file import Measured
+from tests.commands import assert_refused
 from tests.unit.commented_yaml import without_a_comment
 
 pytestmark = pytest.mark.distributed
@@ -120,12 +120,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", "fabric", *flags]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
-    assert re.search(message, said.err), said.err
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(["bench", "fabric", *flags], message, tmp_path, monkeypatch, capsys)
 
 
 def test_an_interrupted_benchmark_keeps_what_it_measured(tmp_path: Path) -> None:
