@@ -52,7 +52,7 @@ class ExchangeGroup:
 
 def sends_several_at_once(x: Tensor) -> bool:
     """Whether tensors like this one can travel together without being packed into one: over NCCL, not over gloo."""
-    return x.is_cuda
+    return x.device.type == "cuda"
 
 
 class Buffers:

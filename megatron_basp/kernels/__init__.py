@@ -60,7 +60,7 @@ def _kernels(targets: Sequence[Tensor]) -> ModuleType:
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"target {index}: the columns of a head must be contiguous, got strides {x.stride()}")
     # Imported late: Triton is not to be had everywhere, and takes a while to import.
-    if targets and targets[0].is_cuda:
+    if targets and targets[0].device.type == "cuda":
         from megatron_basp.kernels import triton_pack as kernels
     else:
         from megatron_basp.kernels import torch_twin as kernels
