@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch.distributed as dist
 from torch import Tensor
@@ -77,7 +77,9 @@ def _basp(shape: Shape, attend: Attend, counter: CopyCounter) -> Attention:
 def _transformer_engine() -> Implementation:
     """Its own code where it is installed, else its form."""
     name, layout = "transformer_engine", Layout(zig_zag=True)
-    if not importlib.util.find_spec("transformer_engine_torch"):
+    try:
+        version("transformer-engine-torch")  # its extension, which no search for modules finds before it is loaded
+    except PackageNotFoundError:
         return Implementation(name, FORM, layout, four_collectives_attention)
     importlib.import_module(transformer_engine.MODULE)
     return Implementation(name, version("transformer-engine"), layout, transformer_engine.make)
