@@ -7,16 +7,18 @@ tensors that travel together are q, k and v, or the output, or their gradients; 
 Rank j gets heads [j·g, (j+1)·g); where heads < K, each goes to the K/heads ranks whose query heads attend to it, and
 the gradients of its copies are summed.
 
-One collective each way. One pass over memory packs what is sent to heads; it lands where it is read. What is sent back
-to the sequence leaves from where it is, if it is one tensor, and one pass unpacks it.
+Each tensor is copied once on its way: packed before it is sent to heads, unpacked after it was sent to the sequence.
+At the other end it lands, or leaves, in storage of its own: Transformer Engine copies slices of a packed tensor, and
+refuses tensors that begin inside of another. Those that travel together are one launch over NCCL, which coalesces
+them, and as many operations, all started before any is waited for, over gloo, which does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -50,84 +52,53 @@ class ExchangeGroup:
         return self.tokens_per_rank[self.group.rank()]
 
 
-def sends_several_at_once(x: Tensor) -> bool:
-    """Whether tensors like this one can travel together without being packed into one: over NCCL, not over gloo."""
-    return x.device.type == "cuda"
-
-
-class Buffers:
-    """Tensors [rows, heads, d] that travel together: `parts`, and the `wires` [rows, width] that hold them.
-
-    On a GPU each part has a wire of its own: Transformer Engine copies slices of a packed tensor, and refuses tensors
-    that begin inside of another. Gloo sends one tensor at a time, so that on a CPU all share one wire.
-    """
-
-    def __init__(self, wires: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        self.wires, self.parts = wires, parts
-
-    @classmethod
-    def empty(cls, like: Tensor, rows: int, shapes: Sequence[tuple[int, int]]) -> Buffers:
-        """Args: shapes: heads and d of each part."""
-        widths = [heads * size for heads, size in shapes]
-        if sends_several_at_once(like):
-            wires = columns = [like.new_empty(rows, width) for width in widths]
-        else:
-            wires = [like.new_empty(rows, sum(widths))]
-            columns = list(wires[0].split(widths, dim=1))
-        return cls(wires, [x.unflatten(1, shape) for x, shape in zip(columns, shapes, strict=True)])
-
-    @classmethod
-    def holding(cls, tensors: Sequence[Tensor]) -> Buffers:
-        """With these tensors in it: as they are, where they can be sent so, else copied."""
-        if len(tensors) == 1 or sends_several_at_once(tensors[0]):
-            # A strided gradient that is read as if it were contiguous is a silently wrong gradient.
-            tensors = [x.contiguous() for x in tensors]
-            return cls([x.flatten(1) for x in tensors], tensors)
-        buffers = cls.empty(tensors[0], tensors[0].shape[0], [(x.shape[1], x.shape[2]) for x in tensors])
-        for part, tensor in zip(buffers.parts, tensors, strict=True):
-            part.copy_(tensor)
-        return buffers
-
-
 class InFlight:
-    """An exchange that was started. It keeps both sides' buffers until it is over.
+    """An exchange that was started. It keeps both sides' tensors until it is over.
 
     On a GPU collectives run on a stream of their own. They begin after what the current stream was given before (the
-    packing, the kernel), and whatever it is given after `arrived` waits for them. Buffers come from the current
-    stream, and are let go after that wait: who gets their memory next comes later on the same stream. So none needs
+    packing, the kernel), and whatever it is given after `arrived` waits for them. Memory comes from the current
+    stream, and is let go after that wait: who gets it next comes later on the same stream. So none needs
     `record_stream`, which would keep memory for longer than it is used. It holds as long as each exchange is waited
     for on the stream that started it, as it is here: autograd runs backward on forward's stream.
     """
 
-    def __init__(self, works: Sequence[dist.Work], sent: Buffers, received: Buffers, name: Collective, ledger: Ledger):
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        name: Collective,
+        ledger: Ledger,
+    ):
         self._works, self._sent, self._received = works, sent, received
         self._name, self._ledger = name, ledger
 
     def arrived(self) -> Sequence[Tensor]:
-        """The received parts [rows, heads, d]. On a GPU the stream waits for them, and the host does not."""
+        """What was received, [rows, ...] each. On a GPU the stream waits for it, and the host does not."""
         with self._ledger.timed(self._name):
             for work in self._works:
                 work.wait()
-        return self._received.parts
+        return self._received
 
 
 def start_to_heads(tensors: Sequence[Tensor], where: ExchangeGroup, operation: str, direction: Direction) -> InFlight:
     """Pack and send [t, heads, d]; what arrives is [Σ, g, d]."""
     ranks, tokens = where.size, where.tokens
     shapes = [(max(x.shape[1], ranks) // ranks, x.shape[2]) for x in tensors]
-    sent = Buffers.empty(tensors[0], ranks * tokens, shapes)
-    pack_heads(tensors, [x.unflatten(0, (ranks, tokens)) for x in sent.parts])
-    received = Buffers.empty(tensors[0], sum(where.tokens_per_rank), shapes)
-    return start(sent, received, [tokens] * ranks, where.tokens_per_rank, where, operation, direction)
+    sent = [x.new_empty(ranks, tokens, *shape) for x, shape in zip(tensors, shapes, strict=True)]
+    pack_heads(tensors, sent)
+    received = [x.new_empty(sum(where.tokens_per_rank), *shape) for x, shape in zip(tensors, shapes, strict=True)]
+    flat = [x.flatten(0, 1) for x in sent]
+    return start(flat, received, [tokens] * ranks, where.tokens_per_rank, where, operation, direction)
 
 
 def start_to_sequence(
     tensors: Sequence[Tensor], where: ExchangeGroup, operation: str, direction: Direction
 ) -> InFlight:
     """Send [Σ, g, d], which nobody may write to until it has arrived; see `unpack`."""
-    sent = Buffers.holding(tensors)
-    shapes = [(x.shape[1], x.shape[2]) for x in tensors]
-    received = Buffers.empty(tensors[0], where.size * where.tokens, shapes)
+    # A strided gradient that is read as if it were contiguous is a silently wrong gradient.
+    sent = [x.contiguous() for x in tensors]
+    received = [x.new_empty(where.size * where.tokens, *x.shape[1:]) for x in tensors]
     return start(sent, received, where.tokens_per_rank, [where.tokens] * where.size, where, operation, direction)
 
 
@@ -138,8 +109,8 @@ def unpack(in_flight: InFlight, targets: Sequence[Tensor]) -> None:
 
 
 def start(
-    sent: Buffers,
-    received: Buffers,
+    sent: Sequence[Tensor],
+    received: Sequence[Tensor],
     sent_rows: Sequence[int],
     received_rows: Sequence[int],
     where: ExchangeGroup,
@@ -149,12 +120,13 @@ def start(
     """Start the collective, and write it down.
 
     Args:
-        sent_rows, received_rows: of the wires, to and from each rank of the group.
+        sent, received: [rows, ...] each, contiguous.
+        sent_rows, received_rows: of each, to and from each rank of the group.
     """
     name = Collective(EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction)
     with where.ledger.exchanging(name):
-        works = _all_to_all(sent.wires, received.wires, list(sent_rows), list(received_rows), where.group)
-    row_bytes = sum(wire.shape[1] * wire.element_size() for wire in sent.wires)
+        works = _all_to_all(sent, received, list(sent_rows), list(received_rows), where.group)
+    row_bytes = sum(x.shape[1:].numel() * x.element_size() for x in sent)
     ranks = dist.get_process_group_ranks(where.group)
     bytes_to = {rank: rows * row_bytes for rank, rows in zip(ranks, sent_rows, strict=True)}
     same_rank_bytes = bytes_to.pop(ranks[where.group.rank()])
@@ -168,15 +140,21 @@ def _all_to_all(
     sent_rows: list[int],
     received_rows: list[int],
     group: dist.ProcessGroup,
-) -> list[dist.Work]:
-    """One launch for all wires: NCCL sends what is called inside of its coalescing manager together."""
-    works: list[dist.Work] = []
-    with ExitStack() as stack:
-        if len(sent) > 1:
-            manager = dist._coalescing_manager(group, sent[0].device, async_ops=True)
-            works.append(stack.enter_context(manager))
-        for to_send, to_receive in zip(sent, received, strict=True):
-            work = dist.all_to_all_single(to_receive, to_send, received_rows, sent_rows, group=group, async_op=True)
-            if work is not None and len(sent) == 1:
-                works.append(work)
-    return works
+) -> Sequence[dist.Work]:
+    """One launch for all, where the backend can."""
+
+    def start_all() -> list[dist.Work]:
+        return [
+            dist.all_to_all_single(to_receive, to_send, received_rows, sent_rows, group=group, async_op=True)
+            for to_send, to_receive in zip(sent, received, strict=True)
+        ]
+
+    if len(sent) == 1 or not _coalesces(group, sent[0].device):
+        return start_all()
+    with dist._coalescing_manager(group, sent[0].device, async_ops=True) as launch:
+        start_all()
+    return [launch]
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return group._get_backend(device).supports_coalescing

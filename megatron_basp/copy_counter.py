@@ -47,12 +47,16 @@ class Collective:
 class CopyCounter(TorchDispatchMode):
     """Counts while it is entered; on a second time it goes on counting.
 
-    collectives: in the order of their calls. copied_bytes_by_operation: by the operation's name in torch.
+    collectives: in the order of their calls. launches: the same, but those between which nothing is copied or computed
+    count as one, which they are to a backend that coalesces. copied_bytes_by_operation: by the operation's name in
+    torch.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
+        self.launches = 0
+        self._last_was_a_collective = False
         self.copied_bytes_by_operation: Counter[str] = Counter()
         self._paused = False
 
@@ -67,6 +71,7 @@ class CopyCounter(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         before, self._paused = self._paused, True
+        self._last_was_a_collective = False
         try:
             yield
         finally:
@@ -78,6 +83,8 @@ class CopyCounter(TorchDispatchMode):
             return result
         name = operation._schema.name
         if operation.namespace in COLLECTIVES:
+            self.launches += not self._last_was_a_collective
+            self._last_was_a_collective = True
             self.collectives.append(_collective(name, args))
         elif name not in MOVE_NOTHING:
             written = {id(x): x for x in [*_tensors(result), *_tensors(_changed(operation, args, kwargs or {}))]}
@@ -85,6 +92,7 @@ class CopyCounter(TorchDispatchMode):
             if name in SUMS:
                 copied = max(copied, _bytes(args[0]))
             if copied:
+                self._last_was_a_collective = False
                 self.copied_bytes_by_operation[name] += copied
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_basp.all_to_all import Buffers, ExchangeGroup, start
+from megatron_basp.all_to_all import ExchangeGroup, start
 
 
 def from_next_rank(x: Tensor, where: ExchangeGroup) -> Tensor:
@@ -20,5 +20,5 @@ def from_next_rank(x: Tensor, where: ExchangeGroup) -> Tensor:
         received_rows[here + 1] = len(x)
     received = x.new_zeros(len(x), 1)
     sent, arriving = x[: sum(sent_rows), None].contiguous(), received[: sum(received_rows)]
-    start(Buffers([sent], []), Buffers([arriving], []), sent_rows, received_rows, where, "roll", "forward").arrived()
+    start([sent], [arriving], sent_rows, received_rows, where, "roll", "forward").arrived()
     return received[:, 0]

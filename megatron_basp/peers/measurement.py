@@ -30,6 +30,8 @@ WARM_UP_CALLS = 3
 class Row:
     """Of one rank, forward and backward.
 
+    collectives: those that start together, with nothing copied between them, count as one: one launch over NCCL.
+    operations: what gloo was given, which does not coalesce.
     bytes_sent: to other ranks. bytes_copied: see `copy_counter.py`; without the attention's own.
     milliseconds: the median; low and high: the quartiles.
     wire_milliseconds: of the bare collectives. outside_wire_milliseconds: the rest.
@@ -45,6 +47,7 @@ class Row:
     K: int
     shape: str
     collectives: int
+    operations: int
     bytes_sent: int
     bytes_copied: int
     milliseconds: float
@@ -133,7 +136,8 @@ class Case:
                 part=self.part,
                 K=dist.get_world_size(),
                 shape=self.shape.name,
-                collectives=len(contestant.collectives),
+                collectives=contestant.counter.launches,
+                operations=len(contestant.collectives),
                 bytes_sent=contestant.counter.sent_bytes,
                 bytes_copied=contestant.counter.copied_bytes,
                 milliseconds=times(name),

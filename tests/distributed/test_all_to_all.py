@@ -7,8 +7,8 @@ import torch
 
 from megatron_basp.all_to_all import ExchangeGroup, start_to_heads, start_to_sequence, unpack
 from megatron_basp.ledger import Ledger
+from tests.coalescing import launches_of_several_tensors
 from tests.distributed.small_attention import RANKS, groups_of_all_ranks
-from tests.own_storage import tensors_of_their_own
 
 pytestmark = pytest.mark.distributed
 
@@ -87,12 +87,12 @@ CASES = {
     "unequal shards, 2 kv heads, 2 rows": Exchanged(4, 8, 2, (3, 1, 2, 4), rows=2),
     "unequal shards, K=2": Exchanged(2, 4, 1, (1, 3)),
 }
-NAMES = [*CASES, *(f"{name}, apart" for name in CASES)]
+NAMES = [*CASES, *(f"{name}, coalesced" for name in CASES)]
 REPLICATED = ("K=2, 1 kv head", "K=4, 2 kv heads", "K=4, 1 kv head", "unequal shards, 2 kv heads, 2 rows")
 
 
 def case_of(name):
-    return CASES[name.removesuffix(", apart")]
+    return CASES[name.removesuffix(", coalesced")]
 
 
 LAYOUTS = {
@@ -137,14 +137,14 @@ def exchange(case, rank, groups):
 
 @pytest.fixture(scope="module")
 def exchanged(on_ranks):
-    """By case, what each rank found; and the same where each tensor is sent from storage of its own."""
+    """By case, what each rank found; and the same over a backend that coalesces."""
 
     def all_cases(rank):
         groups = groups_of_all_ranks()
         found = {name: exchange(case, rank, groups) for name, case in CASES.items()}
-        with tensors_of_their_own() as calls:
-            apart = {f"{name}, apart": exchange(case, rank, groups) for name, case in CASES.items()}
-        return found | apart | {"calls": calls}
+        with launches_of_several_tensors() as calls:
+            coalesced = {f"{name}, coalesced": exchange(case, rank, groups) for name, case in CASES.items()}
+        return found | coalesced | {"calls": calls}
 
     by_rank = on_ranks(all_cases, RANKS)
     return {name: [found[name] for found in by_rank] for name in by_rank[0]}
@@ -200,12 +200,15 @@ def test_the_memory_layout_of_what_is_sent_does_not_matter(exchanged, name, layo
                 assert torch.equal(of_view, expected), f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_tensors_of_their_own_are_contiguous_begin_at_their_storage_and_travel_in_one_launch(exchanged, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_are_contiguous_and_begin_at_their_storage(exchanged, name):
     """Transformer Engine copies what is not, and refuses what begins inside of another tensor."""
-    for found in exchanged[f"{name}, apart"]:
+    for found in exchanged[name]:
         for received in found["received"]:
             assert received.is_contiguous() and received.storage_offset() == 0
         assert len({x.untyped_storage().data_ptr() for x in found["received"]}) == 3
+
+
+def test_where_the_backend_coalesces_q_k_and_v_travel_in_one_launch(exchanged):
     for calls in exchanged["calls"]:
         assert set(calls) == {3}, "q, k and v in one launch, and nothing else in any"

@@ -67,6 +67,7 @@ def test_half_the_collectives_send_the_same_bytes(rows: dict[tuple[str, str], di
     sent = 2 * tokens * away * 4 * shape.head_size * (2 * shape.heads + 2 * shape.kv_heads)
     for (_, implementation), row in rows.items():
         assert row["collectives"] == (4 if implementation == "megatron_basp" else 8)
+        assert row["operations"] == 8, "gloo does not coalesce"
         assert row["bytes_sent"] == sent
 
 

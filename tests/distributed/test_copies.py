@@ -9,7 +9,6 @@ from megatron_basp.copy_counter import CopyCounter
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import PlanHolder
 from tests.distributed.small_attention import LENGTH, RANKS, Case, groups_of_all_ranks, stream_of
-from tests.own_storage import tensors_of_their_own
 
 pytestmark = pytest.mark.distributed
 
@@ -41,29 +40,29 @@ class FreeKernel(torch.autograd.Function):
 
 
 def count(case, rank, groups):
-    """(collectives, bytes copied) forward, and backward."""
+    """(entries of the ledger, collectives, bytes copied) forward, and backward; the node that autograd got."""
     plan, (query, key, value, gradient) = case.plan(), case.draw()
     holder = PlanHolder()
     holder.set(plan)
-    attention = BaspAttention(groups, holder, dict.fromkeys((1, 2, 4), FreeKernel.apply), Ledger(), layer=1)
+    ledger = Ledger()
+    attention = BaspAttention(groups, holder, dict.fromkeys((1, 2, 4), FreeKernel.apply), ledger, layer=1)
     inputs = [stream_of(plan, rank, x).requires_grad_() for x in (query, key, value)]
     gradient = stream_of(plan, rank, gradient)
     with CopyCounter() as forward:
         output = attention(*inputs, None)
+    launches = ledger.page.collectives.total()
     with CopyCounter() as backward:
         torch.autograd.grad(output, inputs, gradient)
-    found = [(len(counter.collectives), counter.copied_bytes) for counter in (forward, backward)]
-    return *found, output.grad_fn.name()
+    launches = launches, ledger.page.collectives.total() - launches
+    counted = [(len(counter.collectives), counter.copied_bytes) for counter in (forward, backward)]
+    return *((each, *found) for each, found in zip(launches, counted, strict=True)), output.grad_fn.name()
 
 
 @pytest.fixture(scope="module")
 def counted(on_ranks):
     def all_cases(rank):
         groups = groups_of_all_ranks()
-        packed = {name: count(case, rank, groups) for name, case in CASES.items()}
-        with tensors_of_their_own():
-            apart = {name: count(case, rank, groups) for name, case in CASES.items()}
-        return packed, apart
+        return {name: count(case, rank, groups) for name, case in CASES.items()}
 
     return on_ranks(all_cases, RANKS)
 
@@ -82,44 +81,32 @@ def bytes_of(case, wave):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("K=1") and "and" not in name])
 def test_a_rank_that_has_whole_sequences_copies_nothing_sends_nothing_and_has_no_node_of_ours(counted, name):
-    for packed, apart in counted:
-        for forward, backward, node in (packed[name], apart[name]):
-            assert forward == backward == (0, 0)
-            assert "Attend" not in node
+    for found in counted:
+        forward, backward, node = found[name]
+        assert forward == backward == (0, 0, 0)
+        assert "Attend" not in node
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("K=1")])
-def test_two_collectives_and_one_pass_over_each_tensor_each_way(counted, name):
-    """On a GPU. What is sent is packed or unpacked once: q, k and v forward before, and backward after the wire."""
+def test_two_launches_and_one_pass_over_each_tensor_each_way(counted, name):
+    """What is sent is packed or unpacked once: q, k and v forward before the wire, and backward after it. Of several
+    waves all that goes to heads is packed, and sent, before any is attended to."""
     case = CASES[name]
     waves = [bytes_of(case, wave) for wave in case.plan().waves]
-    forward = sum(sent + output for sent, _, output in waves)
     # Copies of a key-value head are read in a sum; where there is one, what is written is as much as was sent.
-    for _, apart in counted:
-        found_forward, found_backward, _ = apart[name]
-        assert found_forward == (4 * len(waves), forward), "q, k, v and the output, of which three in one launch"
-        assert found_backward == (4 * len(waves), forward)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("K=1")])
-def test_over_gloo_gradients_of_q_k_and_v_are_packed_once_more(counted, name):
-    """Gloo sends one tensor at a time: two collectives, and one pass more backward."""
-    case = CASES[name]
-    waves = [bytes_of(case, wave) for wave in case.plan().waves]
     once = sum(sent + output for sent, _, output in waves)
-    for packed, _ in counted:
-        forward, backward, _ = packed[name]
-        assert forward == (2 * len(waves), once)
-        assert backward == (2 * len(waves), once + sum(sent for sent, _, _ in waves))
+    for found in counted:
+        forward, backward, _ = found[name]
+        assert forward == backward == (2 * len(waves), 4 * len(waves), once), "q, k and v together, and the output"
 
 
 def test_a_wave_of_whole_sequences_beside_others_is_copied_into_the_stream_and_not_sent(counted):
     case = CASES["K=1 and K=2"]
     alone, shared = (bytes_of(case, wave) for wave in case.plan().waves)
-    for _, apart in counted:
-        forward, backward, _ = apart["K=1 and K=2"]
-        assert forward == (4, alone[2] + shared[0] + shared[2])
-        assert backward == (4, alone[1] + shared[0] + shared[2])
+    for found in counted:
+        forward, backward, _ = found["K=1 and K=2"]
+        assert forward == (2, 4, alone[2] + shared[0] + shared[2])
+        assert backward == (2, 4, alone[1] + shared[0] + shared[2])
 
 
 def test_the_count_sees_a_copy(counted):

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
 from megatron_basp.process_groups import create_sequence_groups
-from tests.own_storage import tensors_of_their_own
 
 S, RANKS, HEADS, KV_HEADS, D = 16, 4, 8, 4, 8
 PLANS = {"K=1, 1 row": (4, 1), "K=1, 2 rows": (8, 1), "K=2": (2, 2), "K=2, 2 rows": (4, 2), "K=4": (1, 4)}
@@ -141,8 +140,7 @@ def from_ours(plan: BatchPlan) -> dict[str, Any]:
         config=transformer_config(), cp_comm_type="p2p", **arguments
     )
     qkv = split_of_qkv(plan.tokens, 1, HEADS, KV_HEADS)
-    with tensors_of_their_own():
-        return recorded(lambda: attention(*qkv, None, attn_mask_type=arguments["attn_mask_type"]))
+    return recorded(lambda: attention(*qkv, None, attn_mask_type=arguments["attn_mask_type"]))
 
 
 @pytest.fixture(scope="module")

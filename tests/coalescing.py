@@ -1,4 +1,4 @@
-"""The exchange as it is on a GPU, over gloo: q, k and v each in storage of its own."""
+"""A backend that coalesces, as NCCL does, played by gloo, which sends one tensor after the other."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,9 +10,8 @@ from megatron_basp import all_to_all
 
 
 @contextmanager
-def tensors_of_their_own():
-    """As on a GPU, over gloo, which sends what NCCL sends in one launch one after the other. Yields how many tensors
-    each launch sent."""
+def launches_of_several_tensors():
+    """Yields how many tensors each launch sent."""
     launches = []
 
     @contextmanager
@@ -28,7 +27,7 @@ def tensors_of_their_own():
         launches.append(len(works))
 
     with (
-        mock.patch.object(all_to_all, "sends_several_at_once", lambda x: True),
+        mock.patch.object(all_to_all, "_coalesces", lambda group, device: True),
         mock.patch.object(dist, "_coalescing_manager", coalescing),
     ):
         yield launches
