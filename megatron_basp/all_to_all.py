@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_basp.kernels import pack_heads, unpack_heads
+from megatron_basp.kernels import Rotary, pack_heads, unpack_heads
 from megatron_basp.ledger import EXCHANGE, Collective, Direction, Ledger
 
 
@@ -81,12 +81,18 @@ class InFlight:
         return self._received
 
 
-def start_to_heads(tensors: Sequence[Tensor], where: ExchangeGroup, operation: str, direction: Direction) -> InFlight:
-    """Pack and send [t, heads, d]; what arrives is [Σ, g, d]."""
+def start_to_heads(
+    tensors: Sequence[Tensor],
+    where: ExchangeGroup,
+    operation: str,
+    direction: Direction,
+    rotary: Rotary | None = None,
+) -> InFlight:
+    """Pack and send [t, heads, d], rotated on the way if there is `rotary`; what arrives is [Σ, g, d]."""
     ranks, tokens = where.size, where.tokens
     shapes = [(max(x.shape[1], ranks) // ranks, x.shape[2]) for x in tensors]
     sent = [x.new_empty(ranks, tokens, *shape) for x, shape in zip(tensors, shapes, strict=True)]
-    pack_heads(tensors, sent)
+    pack_heads(tensors, sent, rotary)
     received = [x.new_empty(sum(where.tokens_per_rank), *shape) for x, shape in zip(tensors, shapes, strict=True)]
     flat = [x.flatten(0, 1) for x in sent]
     return start(flat, received, [tokens] * ranks, where.tokens_per_rank, where, operation, direction)
@@ -102,10 +108,11 @@ def start_to_sequence(
     return start(sent, received, where.tokens_per_rank, [where.tokens] * where.size, where, operation, direction)
 
 
-def unpack(in_flight: InFlight, targets: Sequence[Tensor]) -> None:
-    """Wait for what was sent to the sequence and write it to `targets`, [t, heads, d] with any strides."""
+def unpack(in_flight: InFlight, targets: Sequence[Tensor], rotary: Rotary | None = None) -> None:
+    """Wait for what was sent to the sequence and write it to `targets`, [t, heads, d] with any strides; rotated back,
+    as gradients of what was rotated are, if there is `rotary`."""
     tokens = targets[0].shape[0]
-    unpack_heads([x.unflatten(0, (-1, tokens)) for x in in_flight.arrived()], targets)
+    unpack_heads([x.unflatten(0, (-1, tokens)) for x in in_flight.arrived()], targets, rotary)
 
 
 def start(

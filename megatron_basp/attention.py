@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_basp.all_to_all import ExchangeGroup
 from megatron_basp.documents import Documents
+from megatron_basp.kernels import Rotary
 from megatron_basp.ledger import Ledger
 from megatron_basp.overlap import Piece, attend
 from megatron_basp.plan import BatchPlan, PlanHolder
@@ -60,8 +61,19 @@ class BaspAttention(torch.nn.Module):
         self.softmax_offset = softmax_offset
         self.chunks = dict(chunks or {})
         self.recompute = recompute
+        self._rotary: Rotary | None = None
         self._pieces_of: BatchPlan | None = None
         self._pieces: list[Piece] = []
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether some wave of the plan in force is exchanged."""
+        return self.plan_holder.plan.group_sizes != (1,)
+
+    def rotate_next(self, rotary: Rotary | None) -> None:
+        """Rotate q and k of the next call while they are packed: they come without rotary embedding. Only for a plan
+        that `exchanges`."""
+        self._rotary = rotary
 
     def forward(
         self,
@@ -101,6 +113,7 @@ class BaspAttention(torch.nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         plan = self.plan_holder.plan
+        rotary, self._rotary = self._rotary, None
         if documents is not None and documents.lengths != plan.lengths:
             raise ValueError(
                 f"layer {self.layer}: the documents are of rows of {documents.lengths} tokens, and the plan is for "
@@ -116,10 +129,12 @@ class BaspAttention(torch.nn.Module):
         if plan is not self._pieces_of:
             self._pieces_of, self._pieces = plan, self._make_pieces(plan)
         kernels = [self._kernel(piece, documents) for piece in self._pieces]
-        if plan.group_sizes == (1,):
+        if not self.exchanges:
+            assert rotary is None
             return self._attend_alone(kernels[0], len(self._pieces[0].share.rows), query, key, value)
         query, key, value = (x.squeeze(1) for x in (query, key, value))
-        return attend(self._pieces, kernels, query, key, value, self.softmax_offset).flatten(1)[:, None]
+        output = attend(self._pieces, kernels, query, key, value, self.softmax_offset, rotary)
+        return output.flatten(1)[:, None]
 
     def _attend_alone(self, kernel: Kernel, rows: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """This rank has whole sequences: [S·rows, 1, heads, d] is [S, rows, heads, d], and for one row at that."""

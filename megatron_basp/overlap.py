@@ -9,7 +9,8 @@ round.) For this it is one node: of several autograd would not send all before i
 
 The gradient of an exchange is the exchange back: forward permutes elements among ranks and backward permutes them
 back, summing over the copies of a key-value head, since each copy was one use of it. The gradient of the kernel is its
-own, by a graph that forward records and backward runs.
+own, by a graph that forward records and backward runs. Rotary embedding, where it is left to this node, is applied to
+q and k while they are packed and, transposed, to their gradients while these are unpacked.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_basp.all_to_all import ExchangeGroup, InFlight, start_to_heads, start_to_sequence, unpack
+from megatron_basp.kernels import Rotary, pack_heads, unpack_heads
 from megatron_basp.ledger import Direction
 from megatron_basp.plan import Share
 from megatron_basp.sdpa import Kernel
@@ -74,6 +76,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     softmax_offset: Tensor | None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """[T, heads, d] of a stream -> [T, H, d_v].
 
@@ -81,11 +84,12 @@ def attend(
         pieces: all of the stream, in the order in which they are to be attended to.
         kernels: of each piece.
         softmax_offset: [H], of attention sinks, where there are such.
+        rotary: of the stream, where q and k are not rotated yet.
     """
     if softmax_offset is not None and not torch.is_grad_enabled():
         # A parameter asks for a gradient even where none is wanted, and kernels would keep what backward needs.
         softmax_offset = softmax_offset.detach()
-    return _Attend.apply(pieces, kernels, query, key, value, softmax_offset)
+    return _Attend.apply(pieces, kernels, query, key, value, softmax_offset, rotary)
 
 
 class _Attend(torch.autograd.Function):
@@ -98,11 +102,12 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         offset: Tensor | None,
+        rotary: Rotary | None,
     ) -> Tensor:
         has_graph = any(ctx.needs_input_grad)
         offset = None if offset is None else offset.detach().requires_grad_(has_graph)
         output = query.new_empty(*query.shape[:2], value.shape[2])
-        to_heads = _start_all(pieces, [query, key, value], "qkv", "forward")
+        to_heads = _start_all(pieces, [query, key, value], "qkv", "forward", rotary)
         to_sequence = _ToSequence([output], "output", "forward")
         graphs = []
         for piece, kernel in zip(pieces, kernels, strict=True):
@@ -114,7 +119,7 @@ class _Attend(torch.autograd.Function):
             graphs.append((inputs, get_gradient_edge(attended) if has_graph else None))
         to_sequence.finish()
         if has_graph:
-            ctx.pieces, ctx.graphs, ctx.offset = pieces, graphs, offset
+            ctx.pieces, ctx.graphs, ctx.offset, ctx.rotary = pieces, graphs, offset, rotary
             ctx.shapes = [x.shape for x in (query, key, value)]
         return output
 
@@ -126,7 +131,7 @@ class _Attend(torch.autograd.Function):
         pieces = ctx.pieces[::-1]
         to_heads = _start_all(pieces, [grad], "output", "backward")
         grads = [grad.new_empty(shape) for shape in ctx.shapes]
-        to_sequence = _ToSequence(grads, "qkv", "backward")
+        to_sequence = _ToSequence(grads, "qkv", "backward", ctx.rotary)
         graphs, ctx.graphs = ctx.graphs, None
         for piece in pieces:
             # Each is forgotten with the next, so that what a piece keeps is freed before the others are done.
@@ -135,36 +140,56 @@ class _Attend(torch.autograd.Function):
             torch.autograd.backward(attended, *to_heads.arrived(piece))
             to_sequence.start(piece, [x.grad for x in inputs])
         to_sequence.finish()
-        return None, None, *grads, None if ctx.offset is None else ctx.offset.grad
+        return None, None, *grads, None if ctx.offset is None else ctx.offset.grad, None
 
 
 class _ToHeads:
     """Whole sequences of some heads for each piece, on their way or here already."""
 
-    def __init__(self, streams: Sequence[Tensor], in_flight: dict[Piece, InFlight]) -> None:
-        self._streams, self._in_flight = streams, in_flight
+    def __init__(
+        self, streams: Sequence[Tensor], in_flight: dict[Piece, InFlight], rotary: Rotary | None = None
+    ) -> None:
+        self._streams, self._in_flight, self._rotary = streams, in_flight, rotary
 
     def arrived(self, piece: Piece) -> Sequence[Tensor]:
-        if piece.where is None:
-            return piece.parts_of(self._streams)
-        return self._in_flight.pop(piece).arrived()
+        if piece.where is not None:
+            return self._in_flight.pop(piece).arrived()
+        parts = piece.parts_of(self._streams)
+        if self._rotary is None:
+            return parts
+        rotated = [parts[index] for index in self._rotary.rotated]
+        targets = [x.new_empty(1, *x.shape) for x in rotated]
+        pack_heads(rotated, targets, self._rotary.of(piece.tokens))
+        for index, target in zip(self._rotary.rotated, targets, strict=True):
+            parts[index] = target[0]
+        return parts
 
 
-def _start_all(pieces: Sequence[Piece], streams: Sequence[Tensor], operation: str, direction: Direction) -> _ToHeads:
+def _start_all(
+    pieces: Sequence[Piece],
+    streams: Sequence[Tensor],
+    operation: str,
+    direction: Direction,
+    rotary: Rotary | None = None,
+) -> _ToHeads:
     """Send all pieces, the largest K first, and those of one K in the order in which they are attended to."""
     in_flight = {
-        piece: start_to_heads(piece.parts_of(streams), piece.where, operation, direction)
+        piece: start_to_heads(
+            piece.parts_of(streams), piece.where, operation, direction, rotary and rotary.of(piece.tokens)
+        )
         for piece in sorted(pieces, key=lambda piece: -piece.share.group_size)
         if piece.where is not None
     }
-    return _ToHeads(streams, in_flight)
+    return _ToHeads(streams, in_flight, rotary)
 
 
 class _ToSequence:
     """Sends what belongs to the stream's tokens back, piece by piece, into whole tensors [T, heads, d]."""
 
-    def __init__(self, targets: Sequence[Tensor], operation: str, direction: Direction) -> None:
-        self._targets, self._operation, self._direction = targets, operation, direction
+    def __init__(
+        self, targets: Sequence[Tensor], operation: str, direction: Direction, rotary: Rotary | None = None
+    ) -> None:
+        self._targets, self._operation, self._direction, self._rotary = targets, operation, direction, rotary
         self._in_flight: list[tuple[Piece, InFlight]] = []
 
     def start(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
@@ -172,9 +197,12 @@ class _ToSequence:
             sent = start_to_sequence(tensors, piece.where, self._operation, self._direction)
             self._in_flight.append((piece, sent))
             return
-        for target, tensor in zip(piece.parts_of(self._targets), tensors, strict=True):
-            target.copy_(tensor)
+        # A group of one: from here to here.
+        unpack_heads([x[None] for x in tensors], piece.parts_of(self._targets), self._rotary_of(piece))
 
     def finish(self) -> None:
         for piece, in_flight in self._in_flight:
-            unpack(in_flight, piece.parts_of(self._targets))
+            unpack(in_flight, piece.parts_of(self._targets), self._rotary_of(piece))
+
+    def _rotary_of(self, piece: Piece) -> Rotary | None:
+        return self._rotary and self._rotary.of(piece.tokens)

@@ -44,8 +44,8 @@ all there is; "with_attention" has torch's own. Collectives, bytes sent and byte
 operations that run (forward and backward, of one rank), the attention's own left out. The error is the largest
 difference of output and gradients from one process in fp64, relative to the largest entry.
 
-Collectives that start together, with nothing copied between them, count as one, which they are over NCCL; gloo does not
-coalesce, and "operations" in the document are what it was given.
+Collectives that start together, with nothing copied between them, count as one, which they are over NCCL; gloo does
+not coalesce, and "operations" in the document are what it was given.
 
 "bare wire" is the time of the same collectives alone; "outside" is the rest, and what an implementation can save.
 "CPU" is CPU time of the thread that calls, the mean over ranks. Threads of gloo drive the wire, so that this is spent
@@ -69,11 +69,11 @@ much as copies. "page_faults" shows them. Either way it is the same for all.
 
 exit status: 0 measured, 1 a rank failed, 2 bad input (one line on stderr). Ctrl-C keeps what was measured.
 
-Document of --json, and of the file: rows, a list of {implementation, part, K, shape, collectives, operations, bytes_sent,
-bytes_copied, milliseconds (the median), milliseconds_low and _high (quartiles), ratio_to_ours (its time over ours),
-max_error, wire_milliseconds, outside_wire_milliseconds, outside_wire_ratio_to_ours (null where ours is lost in the
-wire's), cpu_milliseconds, page_faults}; unsupported, shapes that an implementation refused, and what it said;
-implementations, the version of each or what stood in for it; missing, those not installed; shapes; settings.
+Document of --json, and of the file: rows, a list of {implementation, part, K, shape, collectives, operations,
+bytes_sent, bytes_copied, milliseconds (the median), milliseconds_low and _high (quartiles), ratio_to_ours (its time
+over ours), max_error, wire_milliseconds, outside_wire_milliseconds, outside_wire_ratio_to_ours (null where ours is
+lost in the wire's), cpu_milliseconds, page_faults}; unsupported, shapes that an implementation refused, and what it
+said; implementations, the version of each or what stood in for it; missing, those not installed; shapes; settings.
 """
 
 

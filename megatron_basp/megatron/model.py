@@ -17,6 +17,7 @@ from megatron_basp.batch import stream_positions
 from megatron_basp.megatron.core_attention import recompute_inside_of_the_exchange
 from megatron_basp.megatron.multi_token import number_behind_decoder
 from megatron_basp.megatron.refusals import refuse_capacity_of_shards, refuse_unsupported_config
+from megatron_basp.megatron.rotary import rotate_while_packing
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.plan import BatchPlan
@@ -63,6 +64,7 @@ def building_model(runtime: Runtime, original: Function) -> Function:
         read_positions_from_plan(self, runtime)
         number_behind_decoder(self)
         recompute_inside_of_the_exchange(self)
+        rotate_while_packing(self)
         check_model(self)
 
     return __init__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_basp.errors import RankFailed
 from tests.end_to_end.training import GQA, ROPE, Trainer, assert_same_training, batch, cp
 
 
@@ -67,3 +68,23 @@ def test_learned_positions_train_as_one_rank(trainer: Trainer) -> None:
 def test_variants_of_the_model_train_as_one_rank(trainer: Trainer, flags: str) -> None:
     flags = f"{GQA} {batch(3)} {flags}"
     assert_same_training(trainer.planned(f"{flags} {cp(4)}", ranks=4), trainer.stock(flags))
+
+
+def _megatron_does_not_rotate() -> None:
+    from megatron.core.transformer import attention
+
+    def apply_rotary_pos_emb(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Megatron rotates")
+
+    attention.apply_rotary_pos_emb = apply_rotary_pos_emb
+
+
+def test_q_and_k_are_rotated_while_they_are_packed_and_not_by_megatron(trainer: Trainer) -> None:
+    flags = f"{GQA} {ROPE} {batch(3)}"
+    run = trainer.planned(f"{flags} {cp(2)}", ranks=2, sabotage=_megatron_does_not_rotate)
+    assert_same_training(run, trainer.stock(flags))
+
+
+def test_where_nothing_is_packed_megatron_rotates(trainer: Trainer) -> None:
+    with pytest.raises(RankFailed, match="Megatron rotates"):
+        trainer.planned(f"{GQA} {ROPE} {batch(2)} {cp(2)}", ranks=2, sabotage=_megatron_does_not_rotate)
