@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_basp.kernels import Rotary, pack_heads, unpack_heads
 from megatron_basp.ledger import EXCHANGE, Collective, Direction, Ledger
+from megatron_basp.transport import Transport, Work
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ExchangeGroup:
     """Where an exchange takes place and who counts it.
 
     group: the process group of K ranks.
+    transport: what carries it.
     tokens_per_rank: t_i, by rank in the group.
     ledger: where the bytes are written down.
     layer: under which layer number; None where tokens are exchanged and not a layer's activations.
@@ -38,6 +39,7 @@ class ExchangeGroup:
     """
 
     group: dist.ProcessGroup
+    transport: Transport
     tokens_per_rank: tuple[int, ...]
     ledger: Ledger
     layer: int | None
@@ -64,7 +66,7 @@ class InFlight:
 
     def __init__(
         self,
-        works: Sequence[dist.Work],
+        works: Sequence[Work],
         sent: Sequence[Tensor],
         received: Sequence[Tensor],
         name: Collective,
@@ -91,7 +93,7 @@ def start_to_heads(
     """Pack and send [t, heads, d], rotated on the way if there is `rotary`; what arrives is [Σ, g, d]."""
     ranks, tokens = where.size, where.tokens
     shapes = [(max(x.shape[1], ranks) // ranks, x.shape[2]) for x in tensors]
-    sent = [x.new_empty(ranks, tokens, *shape) for x, shape in zip(tensors, shapes, strict=True)]
+    sent = where.transport.empty(tensors, [(ranks, tokens, *shape) for shape in shapes])
     pack_heads(tensors, sent, rotary)
     received = [x.new_empty(sum(where.tokens_per_rank), *shape) for x, shape in zip(tensors, shapes, strict=True)]
     flat = [x.flatten(0, 1) for x in sent]
@@ -102,8 +104,7 @@ def start_to_sequence(
     tensors: Sequence[Tensor], where: ExchangeGroup, operation: str, direction: Direction
 ) -> InFlight:
     """Send [Σ, g, d], which nobody may write to until it has arrived; see `unpack`."""
-    # A strided gradient that is read as if it were contiguous is a silently wrong gradient.
-    sent = [x.contiguous() for x in tensors]
+    sent = where.transport.holding(tensors)
     received = [x.new_empty(where.size * where.tokens, *x.shape[1:]) for x in tensors]
     return start(sent, received, where.tokens_per_rank, [where.tokens] * where.size, where, operation, direction)
 
@@ -132,36 +133,10 @@ def start(
     """
     name = Collective(EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction)
     with where.ledger.exchanging(name):
-        works = _all_to_all(sent, received, list(sent_rows), list(received_rows), where.group)
+        works = where.transport.start(sent, received, sent_rows, received_rows)
     row_bytes = sum(x.shape[1:].numel() * x.element_size() for x in sent)
     ranks = dist.get_process_group_ranks(where.group)
     bytes_to = {rank: rows * row_bytes for rank, rows in zip(ranks, sent_rows, strict=True)}
     same_rank_bytes = bytes_to.pop(ranks[where.group.rank()])
     where.ledger.record(name, bytes_to, same_rank_bytes)
     return InFlight(works, sent, received, name, where.ledger)
-
-
-def _all_to_all(
-    sent: Sequence[Tensor],
-    received: Sequence[Tensor],
-    sent_rows: list[int],
-    received_rows: list[int],
-    group: dist.ProcessGroup,
-) -> Sequence[dist.Work]:
-    """One launch for all, where the backend can."""
-
-    def start_all() -> list[dist.Work]:
-        return [
-            dist.all_to_all_single(to_receive, to_send, received_rows, sent_rows, group=group, async_op=True)
-            for to_send, to_receive in zip(sent, received, strict=True)
-        ]
-
-    if len(sent) == 1 or not _coalesces(group, sent[0].device):
-        return start_all()
-    with dist._coalescing_manager(group, sent[0].device, async_ops=True) as launch:
-        start_all()
-    return [launch]
-
-
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return group._get_backend(device).supports_coalescing

@@ -151,7 +151,8 @@ class BaspAttention(torch.nn.Module):
         for wave, share in enumerate(plan.shares(self.groups.cp_rank)):
             where, size = None, share.group_size
             if size > 1:
-                where = ExchangeGroup(self.groups.by_size[size], share.tokens_per_rank, self.ledger, self.layer, wave)
+                group, transport = self.groups.by_size[size], self.groups.transports[size]
+                where = ExchangeGroup(group, transport, share.tokens_per_rank, self.ledger, self.layer, wave)
             chunks = self.chunks.get(size, 1)
             tokens = slice(start, start + share.tokens)
             pieces += [Piece(share, tokens, where, chunk, chunks) for chunk in range(chunks)]

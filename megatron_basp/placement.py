@@ -24,6 +24,14 @@ def aligned_blocks[Rank](cp_ranks: Sequence[Rank], group_size: int) -> list[tupl
     return [tuple(cp_ranks[i : i + group_size]) for i in range(0, len(cp_ranks), group_size)]
 
 
+def is_inside_domains(
+    cp_groups: Iterable[Sequence[int]], group_size: int, domain_of_rank: Mapping[int, Hashable]
+) -> bool:
+    """Whether each group of K ranks lies in one fast domain."""
+    blocks = (block for cp_ranks in cp_groups for block in aligned_blocks(cp_ranks, group_size))
+    return all(len({domain_of_rank[rank] for rank in block}) == 1 for block in blocks)
+
+
 def aligned_domain_size(cp_groups: Iterable[Sequence[int]], domain_of_rank: Mapping[int, Hashable]) -> int:
     """The largest D such that every aligned block of D ranks, in every CP group, lies in one fast domain.
 

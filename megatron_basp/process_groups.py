@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_basp.placement import aligned_blocks
+from megatron_basp.transport import AllToAll, Transport
 
 NewGroup = Callable[[list[int], str], dist.ProcessGroup]
 
@@ -26,6 +27,7 @@ class SequenceGroups:
     by_size: for each K > 1 that plans may choose, the group of K that this rank is in.
     alone: the group of this rank only; what the model takes for its context-parallel group.
     created: how many process groups were made for these in the whole world.
+    transports: for each K of `by_size`, what carries the exchange.
     """
 
     cp_group: dist.ProcessGroup
@@ -33,6 +35,7 @@ class SequenceGroups:
     by_size: Mapping[int, dist.ProcessGroup]
     alone: dist.ProcessGroup
     created: int
+    transports: Mapping[int, Transport]
 
     @property
     def own(self) -> list[dist.ProcessGroup]:
@@ -89,4 +92,5 @@ def create_sequence_groups(
                     by_size[group_size] = group
     # Made by its only member: a group of one needs nobody else, and a world of them would take the world's time.
     alone = dist.new_group([here], use_local_synchronization=True, group_desc="BASP_GROUP_OF_ONE")
-    return SequenceGroups(cp_group, cp_group.rank(), by_size, alone, created)
+    transports = {size: AllToAll(group) for size, group in by_size.items()}
+    return SequenceGroups(cp_group, cp_group.rank(), by_size, alone, created, transports)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_basp import all_to_all
+from megatron_basp import transport
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def launches_of_several_tensors():
         launches.append(len(works))
 
     with (
-        mock.patch.object(all_to_all, "_coalesces", lambda group, device: True),
+        mock.patch.object(transport, "_coalesces", lambda group, device: True),
         mock.patch.object(dist, "_coalescing_manager", coalescing),
     ):
         yield launches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_basp.exchange_cost import AttentionShape
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.plan import Limits
 
@@ -21,6 +22,7 @@ def small_settings(micro_batch_size: int = 1, **changes: Any) -> Settings:
         "data_parallel_size": 1,
         "tensor_model_parallel_size": 1,
         "domain_devices": None,
+        "attention": AttentionShape(8, 8, 8, 8, 4),
         "exchange": None,
         "per_token_loss": False,
         "packed": False,
@@ -28,5 +30,6 @@ def small_settings(micro_batch_size: int = 1, **changes: Any) -> Settings:
         "ledger": None,
         "check": False,
         "overlap_chunks": None,
+        "transport": "nccl",
     }
     return Settings(**values | changes)

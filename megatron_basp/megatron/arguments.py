@@ -24,6 +24,7 @@ from megatron_basp.megatron.refusals import (
     refuse_unsupported_packing,
 )
 from megatron_basp.megatron.settings import Settings
+from megatron_basp.megatron.transports import TRANSPORTS
 from megatron_basp.placement import Placement
 from megatron_basp.plan import Limits
 
@@ -91,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="exchange a rank's heads in C parts, so that one travels while another is attended to. C must divide the "
         "query heads and the key-value heads of a rank in its group. It pays where links are slow and attention takes "
         "as long; each part has a latency of its own. Unset, the seconds on --basp-cluster decide; without it, 1.",
+    )
+    group.add_argument(
+        "--basp-transport",
+        choices=TRANSPORTS,
+        help="what carries the exchange. nccl, the default: the all-to-all of the backend. symmetric-memory: the GPUs "
+        "of a group read each other's memory (torch's all_to_all_nd; one node, NCCL); not measured yet. auto: that "
+        "for each K for which a trial at the start shows that it works. The table at the start says which, and why.",
     )
     parser.set_defaults(cp_comm_type=_Untouched(parser.get_default("cp_comm_type")))
     return parser
@@ -187,11 +195,11 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
             f"{eval_batch_size * data_parallel}"
         )
     _global_batch_size(args, "eval_global_batch_size", eval_batch_size, data_parallel)
-    exchange = None
+    attention, exchange = _attention_shape(args, heads, kv_heads), None
     if args.basp_cluster is not None:
         # In one domain, until ranks have told each other where they are.
         together = Placement(((0,) * ranks,))
-        exchange = ExchangeModel(_cluster(args), _attention_shape(args, heads, kv_heads), together)
+        exchange = ExchangeModel(_cluster(args), attention, together)
     return Settings(
         mode=mode,
         ranks=ranks,
@@ -203,6 +211,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         data_parallel_size=data_parallel,
         tensor_model_parallel_size=tensor_parallel,
         domain_devices=args.basp_domain_size,
+        attention=attention,
         exchange=exchange,
         per_token_loss=args.calculate_per_token_loss,
         packed=args.sft or args.dataloader_inter_document_masking,
@@ -210,6 +219,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
         ledger=args.basp_ledger,
         check=bool(args.basp_check),
         overlap_chunks=None if args.basp_overlap_chunks is None else _positive(args, "basp_overlap_chunks"),
+        transport=args.basp_transport or "nccl",
     )
 
 

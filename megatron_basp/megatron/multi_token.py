@@ -25,6 +25,7 @@ from megatron_basp.megatron.seam import Function
 from megatron_basp.next_rank import from_next_rank
 from megatron_basp.plan import BatchPlan, Share
 from megatron_basp.process_groups import SequenceGroups
+from megatron_basp.transport import AllToAll
 
 
 def rolling(runtime: Runtime, original: Function) -> Function:
@@ -66,7 +67,8 @@ def roll_over_ranks(plan: BatchPlan, groups: SequenceGroups, ledger: Ledger, str
     def edge_of_next(wave: int, share: Share, edge: Tensor) -> Tensor:
         if share.group_size == 1:
             return torch.zeros_like(edge)
-        where = ExchangeGroup(groups.by_size[share.group_size], share.tokens_per_rank, ledger, None, wave)
+        group = groups.by_size[share.group_size]
+        where = ExchangeGroup(group, AllToAll(group), share.tokens_per_rank, ledger, None, wave)
         return from_next_rank(edge[0], where)[None]
 
     return roll_stream(plan, groups.cp_rank, stream, edge_of_next)

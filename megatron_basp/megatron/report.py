@@ -19,6 +19,7 @@ def print_plan(
     domain_of_rank: Mapping[int, object],
     groups: SequenceGroups,
     communicator_bytes: int | None,
+    carried_by: str,
 ) -> None:
     """Print the table of a run; for rank 0.
 
@@ -27,6 +28,7 @@ def print_plan(
         domain_of_rank: which fast domain each global rank is in.
         groups: those of this rank.
         communicator_bytes: what `groups.connect()` said.
+        carried_by: what `with_transports` said.
     """
     table = Table(title=f"sequence parallelism by groups: {settings.mode}", show_header=False, title_justify="left")
     samples, data_parallel = settings.global_batch_size, settings.data_parallel_size
@@ -62,6 +64,7 @@ def print_plan(
     own = len(groups.own)
     table.add_row("process groups made for this", f"{groups.created} in the world, this rank is in {own}")
     table.add_row("device memory of the exchange's communicators", _memory(communicator_bytes))
+    table.add_row("the exchange is carried by", carried_by)
     table.add_row("parts in which a rank's heads are exchanged", _chunks(settings))
     Console(width=120).print(table)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_basp.errors import ConfigurationError
-from megatron_basp.exchange_cost import ExchangeModel
+from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
 from megatron_basp.overlap_cost import best_chunks
 from megatron_basp.placement import aligned_domain_size, placement
 from megatron_basp.plan import BatchPlan, Limits, plan_batch
@@ -27,6 +27,7 @@ class Settings:
     global_batch_size, data_parallel_size: Megatron's.
     tensor_model_parallel_size: Megatron's; a group of K ranks spans K times as many devices.
     domain_devices: `--basp-domain-size`, or None for the host's.
+    attention: heads and their sizes, per tensor-parallel rank.
     exchange: what an exchange costs on `--basp-cluster`, or None.
     per_token_loss: `--calculate-per-token-loss`.
     packed: rows hold several documents (`--sft`, `--dataloader-inter-document-masking`).
@@ -34,6 +35,7 @@ class Settings:
     ledger: `--basp-ledger`, where it is written what is sent, or None.
     check: `--basp-check`, compare plans between ranks in every step.
     overlap_chunks: `--basp-overlap-chunks`: in how many parts a rank's heads are exchanged, or None to choose.
+    transport: `--basp-transport`.
     """
 
     mode: str
@@ -46,6 +48,7 @@ class Settings:
     data_parallel_size: int
     tensor_model_parallel_size: int
     domain_devices: int | None
+    attention: AttentionShape
     exchange: ExchangeModel | None
     per_token_loss: bool
     packed: bool
@@ -53,6 +56,7 @@ class Settings:
     ledger: Path | None
     check: bool
     overlap_chunks: int | None
+    transport: str
 
     def plan(self, micro_batch_size: int, seq_length: int) -> BatchPlan:
         cost_of = None if self.exchange is None else self.exchange.cost_of(seq_length)
@@ -81,6 +85,15 @@ class Settings:
     def group_sizes(self) -> tuple[int, ...]:
         """The K that the run's plans choose; groups are made for these and no others."""
         return tuple(sorted({group_size for plan in self.plans() for group_size in plan.group_sizes}))
+
+    def in_flight_bytes(self, group_size: int) -> int:
+        """The most that a rank has sent to its group of K and not received yet: in one layer q, k, v and the output,
+        or their gradients."""
+        tokens = max(
+            sum(share.tokens for share in plan.shares(0) if share.group_size == group_size) for plan in self.plans()
+        )
+        shape = self.attention
+        return int(shape.query_key_value_bytes(tokens, group_size) + shape.output_bytes(tokens))
 
     def with_placement(self, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, Hashable]) -> Settings:
         """The same with what was learnt of where ranks sit."""

@@ -20,7 +20,9 @@ from megatron_basp.megatron.refusals import refuse_unsupported_with
 from megatron_basp.megatron.report import print_plan
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
+from megatron_basp.megatron.transports import with_transports
 from megatron_basp.megatron.versions import megatron_minor
+from megatron_basp.placement import is_inside_domains
 from megatron_basp.plan_agreement import check_agreement
 from megatron_basp.process_groups import create_sequence_groups
 
@@ -100,10 +102,13 @@ def creating_groups(runtime: Runtime, original: Function) -> Function:
                 ranks, timeout=timeout, pg_options=_nccl_options(config_path), group_desc=description
             )
 
-        runtime.set_groups(create_sequence_groups(cp_groups, runtime.settings.group_sizes(), cp_group, new_group))
-        communicator_bytes = runtime.groups.connect()
+        groups = create_sequence_groups(cp_groups, runtime.settings.group_sizes(), cp_group, new_group)
+        communicator_bytes = groups.connect()
+        inside = {size: is_inside_domains(cp_groups, size, domain_of_rank) for size in groups.by_size}
+        groups, carried_by = with_transports(groups, runtime.settings, inside)
+        runtime.set_groups(groups)
         if dist.get_rank() == 0:
-            print_plan(runtime.settings, cp_groups, domain_of_rank, runtime.groups, communicator_bytes)
+            print_plan(runtime.settings, cp_groups, domain_of_rank, groups, communicator_bytes, carried_by)
         if runtime.settings.ledger is not None:
             header = header_of_run(runtime.settings, dist.get_process_group_ranks(cp_group), nodes)
             runtime.bookkeeper = Bookkeeper(runtime, header)

@@ -61,7 +61,8 @@ class Exchanged:
 
     def where(self, groups):
         by_rank = tuple(self.rows * count for count in self.tokens)
-        return ExchangeGroup(groups.by_size[self.group_size], by_rank, Ledger(), layer=1, wave=0)
+        group, transport = groups.by_size[self.group_size], groups.transports[self.group_size]
+        return ExchangeGroup(group, transport, by_rank, Ledger(), layer=1, wave=0)
 
 
 def codes(which, positions, rows, heads, size):

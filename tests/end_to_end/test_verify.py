@@ -12,6 +12,7 @@ from megatron_basp import all_to_all
 from megatron_basp.cli.main import main
 from megatron_basp.cli.verify_runs import DEFAULT_FLAGS, plan_runs
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.transport import AllToAll
 from tests.end_to_end.faults import gradient_of_one_kv_copy
 from tests.end_to_end.training import Trainer
 
@@ -71,7 +72,7 @@ def test_a_run_that_fails_is_called_different(verify: Any, monkeypatch: pytest.M
     def broken(*arguments: object) -> None:
         raise RuntimeError("no route to host")
 
-    monkeypatch.setattr(all_to_all, "_all_to_all", broken)
+    monkeypatch.setattr(AllToAll, "start", broken)
     status, out, _ = verify("--ranks", "2", "--json")
     document = json.loads(out)
     assert status == 1 and document["verdict"] == "different"

@@ -30,7 +30,7 @@ def connected(monkeypatch, backend):
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
-    return SequenceGroups("cp", 0, {2: "two", 4: "cp"}, "alone", created=6).connect(), calls
+    return SequenceGroups("cp", 0, {2: "two", 4: "cp"}, "alone", created=6, transports={}).connect(), calls
 
 
 def test_communicators_are_made_at_the_start_and_their_memory_is_what_the_device_has_less(monkeypatch):

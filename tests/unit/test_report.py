@@ -13,6 +13,7 @@ from tests.settings import small_settings
 
 ONE_HOST = dict.fromkeys(range(8), "a")
 SLOW = with_across(bytes_per_second_per_nic=1e9)
+CARRIED_BY = "K = 4: carrier pigeons"
 TWO_HOSTS = {rank: "ab"[rank // 4] for rank in range(8)}
 
 
@@ -21,8 +22,8 @@ def printed(capsys):
     """The table's text, with line breaks and borders turned to single spaces."""
 
     def print_it(settings, cp_groups=(tuple(range(8)),), domain_of_rank=ONE_HOST, communicator_bytes=None):
-        groups = SequenceGroups("cp", 0, {4: "four", 8: "cp"}, "alone", created=10)
-        print_plan(settings, cp_groups, domain_of_rank, groups, communicator_bytes)
+        groups = SequenceGroups("cp", 0, {4: "four", 8: "cp"}, "alone", created=10, transports={})
+        print_plan(settings, cp_groups, domain_of_rank, groups, communicator_bytes, CARRIED_BY)
         words = (word.strip("│┃|─━┌┐└┘├┤┬┴┼╭╮╰╯╇╈┡┩┏┓") for word in capsys.readouterr().out.split())
         return " ".join(word for word in words if word)
 
@@ -57,6 +58,7 @@ def test_two_sequences_share_four_ranks_each(printed):
     text = printed(small_settings(2))
     assert text.startswith("sequence parallelism by groups: basp")
     assert "context-parallel ranks N 8" in text
+    assert f"the exchange is carried by {CARRIED_BY}" in text
     assert "samples an iteration 4 = B 2 · DP 1 · 2 micro-batches" in text
     assert "micro-batch B, training 2 sequences of S = 64 tokens" in text
     assert "tokens a rank T 16 = B·S/N" in text
