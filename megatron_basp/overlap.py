@@ -104,14 +104,15 @@ class _Attend(torch.autograd.Function):
         output = query.new_empty(*query.shape[:2], value.shape[2])
         to_heads = _start_all(pieces, [query, key, value], "qkv", "forward")
         to_sequence = _ToSequence([output], "output", "forward")
-        graphs = []
+        graphs, anchor = [], query.new_empty(0).requires_grad_(has_graph)
         for piece, kernel in zip(pieces, kernels, strict=True):
-            inputs = [x.detach().requires_grad_(has_graph) for x in to_heads.arrived(piece)]
+            gradients: list[Tensor] = []
+            landed = [x.detach() for x in to_heads.arrived(piece)]
             with torch.set_grad_enabled(has_graph):
-                attended = piece.attend(kernel, *inputs, offset)
+                attended = piece.attend(kernel, *_Landed.apply(gradients, anchor, *landed), offset)
             to_sequence.start(piece, [attended.detach()])
             # The edge, and not the output itself: what was sent need not be kept, if the kernel does not keep it.
-            graphs.append((inputs, get_gradient_edge(attended) if has_graph else None))
+            graphs.append((gradients, get_gradient_edge(attended) if has_graph else None))
         to_sequence.finish()
         if has_graph:
             ctx.pieces, ctx.graphs, ctx.offset = pieces, graphs, offset
@@ -130,12 +131,31 @@ class _Attend(torch.autograd.Function):
         graphs, ctx.graphs = ctx.graphs, None
         for piece in pieces:
             # Each is forgotten with the next, so that what a piece keeps is freed before the others are done.
-            inputs, attended = graphs.pop()
+            gradients, attended = graphs.pop()
             # Not torch.autograd.grad: within it a kernel could not be recomputed (`torch.utils.checkpoint`).
             torch.autograd.backward(attended, *to_heads.arrived(piece))
-            to_sequence.start(piece, [x.grad for x in inputs])
+            to_sequence.start(piece, gradients)
         to_sequence.finish()
         return None, None, *grads, None if ctx.offset is None else ctx.offset.grad
+
+
+class _Landed(torch.autograd.Function):
+    """Where the graph of a piece begins, and where its gradients are found once backward was there.
+
+    Tensors that are leaves would do, but their graph keeps leaves: what saved-tensor hooks took away, to offload it,
+    would stay where it was all the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors as they are. `anchor` asks for a gradient, and gets none."""
+        ctx.gradients = gradients
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.gradients.extend(gradients)
+        return (None,) * (2 + len(gradients))
 
 
 class _ToHeads:

@@ -152,7 +152,6 @@ REFUSALS = (
     Refusal("enable_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("external_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("cpu_offloading_num_layers", _unset, _NOT_PROVEN),
-    Refusal("fine_grained_activation_offloading", _unset, _NOT_PROVEN),
     Refusal(
         "logits_save_dir",
         _unset,
