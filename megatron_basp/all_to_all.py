@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_basp.kernels import pack_heads, unpack_heads
 from megatron_basp.ledger import EXCHANGE, Collective, Direction, Ledger
+from megatron_basp.ranges import Range, Ranges
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ExchangeGroup:
     ledger: where the bytes are written down.
     layer: under which layer number; None where tokens are exchanged and not a layer's activations.
     wave: the index of the wave in the plan.
+    ranges: of a profiler.
     """
 
     group: dist.ProcessGroup
@@ -40,6 +42,7 @@ class ExchangeGroup:
     ledger: Ledger
     layer: int | None
     wave: int
+    ranges: Ranges = Ranges()
 
     @property
     def size(self) -> int:
@@ -48,6 +51,9 @@ class ExchangeGroup:
     @property
     def tokens(self) -> int:
         return self.tokens_per_rank[self.group.rank()]
+
+    def range(self, function: str, operation: str, direction: Direction) -> Range:
+        return self.ranges.of(function, f"{operation} {direction} K={len(self.tokens_per_rank)}")
 
 
 def sends_several_at_once(x: Tensor) -> bool:
@@ -116,7 +122,8 @@ def start_to_heads(tensors: Sequence[Tensor], where: ExchangeGroup, operation: s
     ranks, tokens = where.size, where.tokens
     shapes = [(max(x.shape[1], ranks) // ranks, x.shape[2]) for x in tensors]
     sent = Buffers.empty(tensors[0], ranks * tokens, shapes)
-    pack_heads(tensors, [x.unflatten(0, (ranks, tokens)) for x in sent.parts])
+    with where.range("pack_heads", operation, direction):
+        pack_heads(tensors, [x.unflatten(0, (ranks, tokens)) for x in sent.parts])
     received = Buffers.empty(tensors[0], sum(where.tokens_per_rank), shapes)
     return start(sent, received, [tokens] * ranks, where.tokens_per_rank, where, operation, direction)
 
@@ -152,7 +159,7 @@ def start(
         sent_rows, received_rows: of the wires, to and from each rank of the group.
     """
     name = Collective(EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction)
-    with where.ledger.exchanging(name):
+    with where.ledger.exchanging(name), where.range("all_to_all", operation, direction):
         works = _all_to_all(sent.wires, received.wires, list(sent_rows), list(received_rows), where.group)
     row_bytes = sum(wire.shape[1] * wire.element_size() for wire in sent.wires)
     ranks = dist.get_process_group_ranks(where.group)

@@ -20,6 +20,7 @@ from megatron_basp.ledger import Ledger
 from megatron_basp.overlap import Piece, attend
 from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
+from megatron_basp.ranges import Ranges
 from megatron_basp.sdpa import Kernel
 
 
@@ -36,6 +37,7 @@ class BaspAttention(torch.nn.Module):
             to; 1 where it says nothing.
         recompute: runs a kernel, its first argument, and keeps none of what it computes for backward, which runs it
             again; the exchange is not repeated. None to keep it.
+        ranges: of a profiler, for packing, collectives, kernels and unpacking; at K = 1 there are none of ours.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class BaspAttention(torch.nn.Module):
         softmax_offset: Tensor | None = None,
         chunks: Mapping[int, int] | None = None,
         recompute: Callable[..., Tensor] | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -60,6 +63,7 @@ class BaspAttention(torch.nn.Module):
         self.softmax_offset = softmax_offset
         self.chunks = dict(chunks or {})
         self.recompute = recompute
+        self.ranges = ranges or Ranges()
         self._pieces_of: BatchPlan | None = None
         self._pieces: list[Piece] = []
 
@@ -136,10 +140,11 @@ class BaspAttention(torch.nn.Module):
         for wave, share in enumerate(plan.shares(self.groups.cp_rank)):
             where, size = None, share.group_size
             if size > 1:
-                where = ExchangeGroup(self.groups.by_size[size], share.tokens_per_rank, self.ledger, self.layer, wave)
+                group, counts = self.groups.by_size[size], share.tokens_per_rank
+                where = ExchangeGroup(group, counts, self.ledger, self.layer, wave, self.ranges)
             chunks = self.chunks.get(size, 1)
             tokens = slice(start, start + share.tokens)
-            pieces += [Piece(share, tokens, where, chunk, chunks) for chunk in range(chunks)]
+            pieces += [Piece(share, tokens, where, chunk, chunks, self.ranges) for chunk in range(chunks)]
             start += share.tokens
         return pieces
 

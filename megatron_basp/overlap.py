@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_basp.all_to_all import ExchangeGroup, InFlight, start_to_heads, start_to_sequence, unpack
 from megatron_basp.ledger import Direction
 from megatron_basp.plan import Share
+from megatron_basp.ranges import Range, Ranges
 from megatron_basp.sdpa import Kernel
 
 
@@ -36,6 +38,7 @@ class Piece:
     share: what this rank holds of the wave.
     tokens: where that is in its stream.
     where: the group to exchange with; None where the rank has whole sequences, at K = 1.
+    ranges: of a profiler.
     """
 
     share: Share
@@ -43,6 +46,14 @@ class Piece:
     where: ExchangeGroup | None
     chunk: int
     chunks: int
+    ranges: Ranges = Ranges()
+
+    @cached_property
+    def _name(self) -> str:
+        return f"K={self.share.group_size} part {self.chunk + 1} of {self.chunks}"
+
+    def range(self, function: str, direction: Direction) -> Range:
+        return self.ranges.of(function, f"{direction} {self._name}")
 
     def parts_of(self, streams: Sequence[Tensor]) -> list[Tensor]:
         """[T, heads, d] of the stream -> [t, heads/chunks, d], views."""
@@ -108,7 +119,7 @@ class _Attend(torch.autograd.Function):
         for piece, kernel in zip(pieces, kernels, strict=True):
             gradients: list[Tensor] = []
             landed = [x.detach() for x in to_heads.arrived(piece)]
-            with torch.set_grad_enabled(has_graph):
+            with piece.range("attend", "forward"), torch.set_grad_enabled(has_graph):
                 attended = piece.attend(kernel, *_Landed.apply(gradients, anchor, *landed), offset)
             to_sequence.start(piece, [attended.detach()])
             # The edge, and not the output itself: what was sent need not be kept, if the kernel does not keep it.
@@ -132,8 +143,10 @@ class _Attend(torch.autograd.Function):
         for piece in pieces:
             # Each is forgotten with the next, so that what a piece keeps is freed before the others are done.
             gradients, attended = graphs.pop()
-            # Not torch.autograd.grad: within it a kernel could not be recomputed (`torch.utils.checkpoint`).
-            torch.autograd.backward(attended, *to_heads.arrived(piece))
+            arrived = to_heads.arrived(piece)
+            with piece.range("attend", "backward"):
+                # Not torch.autograd.grad: within it a kernel could not be recomputed (`torch.utils.checkpoint`).
+                torch.autograd.backward(attended, *arrived)
             to_sequence.start(piece, gradients)
         to_sequence.finish()
         return None, None, *grads, None if ctx.offset is None else ctx.offset.grad
@@ -197,4 +210,5 @@ class _ToSequence:
 
     def finish(self) -> None:
         for piece, in_flight in self._in_flight:
-            unpack(in_flight, piece.parts_of(self._targets))
+            with piece.range("unpack", self._direction):
+                unpack(in_flight, piece.parts_of(self._targets))

@@ -87,6 +87,7 @@ class MegatronBaspAttention(BaspAttention):
             softmax_offset=sinks[0].softmax_offset if sinks else None,
             chunks=runtime.settings.chunks,
             recompute=recompute if recomputes_core_attention(config) else None,
+            ranges=runtime.ranges,
         )
         self._offloads = offloads_core_attention(config)
         self._sinks = sinks  # in a list, so that its parameter is registered once, as ours and under stock's name
@@ -272,6 +273,9 @@ def attention_class(
     multi-latent attention builds its core by `core/transformer/spec_utils.py`, which takes a class.)"""
 
     class PlannedAttention(MegatronBaspAttention):
+        # Here, and not where it is written: this imports the compiler, which reads its settings when it is imported.
+        forward = torch.compiler.disable(MegatronBaspAttention.forward, reason="it talks to other ranks")
+
         def __init__(self, **arguments: Any) -> None:
             super().__init__(stock, make_kernel, runtime, **arguments)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_basp.plan import BatchPlan
@@ -25,9 +24,7 @@ FLAGS = f"{GQA} {ROPE} {batch(3)}"
 
 def offloading(modules: str, smallest: int = 0) -> str:
     """smallest: elements of a tensor below which it stays."""
-    return (
-        f"--fine-grained-activation-offloading --offload-modules {modules} --min-offloaded-tensor-size {smallest}"
-    )
+    return f"--fine-grained-activation-offloading --offload-modules {modules} --min-offloaded-tensor-size {smallest}"
 
 
 class Group(NamedTuple):
@@ -105,6 +102,7 @@ def test_what_attention_keeps_is_offloaded_and_nowhere_else_and_training_is_that
             assert group.bytes == kept_by_attention(plan, rank)
 
 
+@pytest.mark.slow
 def test_a_wave_of_whole_sequences_keeps_what_megatron_would_empty(trainer: Trainer, tmp_path: Path) -> None:
     """Megatron empties the storage of q, k and v once they are offloaded. At K = 1 attention keeps views of parts of
     them, which may be too small to be offloaded where the whole is not."""
@@ -115,3 +113,42 @@ def test_a_wave_of_whole_sequences_keeps_what_megatron_would_empty(trainer: Trai
     width = HEADS * HEAD_SIZE
     assert plan.shares(0)[0].tokens * width < 5000 <= plan.tokens * width
     assert_same_training(run, trainer.stock(FLAGS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        pytest.param(
+            "--recompute-granularity selective",
+            2,
+            marks=pytest.mark.supports("Training", "offloading with selective recompute"),
+        ),
+        pytest.param(
+            "--pipeline-model-parallel-size 2",
+            4,
+            marks=pytest.mark.supports("Training", "offloading of core attention with pipeline stages"),
+        ),
+        ("--basp-overlap-chunks 2", 2),
+    ],
+)
+def test_offloading_goes_with_what_else_a_run_may_have(
+    trainer: Trainer, tmp_path: Path, flags: str, ranks: int
+) -> None:
+    flags = f"{FLAGS} {cp(2)} {offloading('core_attn')} {flags}"
+    run = trainer.planned(flags, ranks=ranks, sabotage=watching(tmp_path))
+    assert_same_training(run, trainer.stock(FLAGS))
+    for rank in range(ranks):
+        groups = offloaded(tmp_path, rank)
+        assert groups and all(group.bytes and not group.alive for group in groups)
+
+
+@pytest.mark.slow
+@pytest.mark.supports("Training", "offloading with tensor parallelism")
+def test_offloading_with_tensor_parallelism_trains_as_stock(trainer: Trainer, tmp_path: Path) -> None:
+    flags = f"{FLAGS} --tensor-model-parallel-size 2 --sequence-parallel"
+    run = trainer.planned(f"{flags} {cp(2)} {offloading(MODULES)}", ranks=4, sabotage=watching(tmp_path))
+    assert_same_training(run, trainer.stock(flags, ranks=2))
+    for rank in range(4):
+        attention = [group for group in offloaded(tmp_path, rank) if group.name == "core_attn"]
+        assert attention and not any(group.alive for group in attention)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
 from megatron_basp.process_groups import create_sequence_groups
+from megatron_basp.ranges import Ranges
 from tests.own_storage import tensors_of_their_own
 
 S, RANKS, HEADS, KV_HEADS, D = 16, 4, 8, 4, 8
@@ -135,6 +136,7 @@ def from_ours(plan: BatchPlan) -> dict[str, Any]:
         groups=groups,
         plan_holder=holder,
         ledger=Ledger(),
+        ranges=Ranges(),
     )
     arguments = built_with()
     attention = attention_class(TEDotProductAttention, make_te(TEDotProductAttention), runtime)(
