@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_basp.kernels import pack_heads, unpack_heads
 from megatron_basp.ledger import EXCHANGE, Collective, Direction, Ledger
-from megatron_basp.ranges import Range, Ranges
+from megatron_basp.ranges import NO_RANGES, Range, Ranges
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ExchangeGroup:
     ledger: Ledger
     layer: int | None
     wave: int
-    ranges: Ranges = Ranges()
+    ranges: Ranges = NO_RANGES
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from megatron_basp.ledger import Ledger
 from megatron_basp.overlap import Piece, attend
 from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
-from megatron_basp.ranges import Ranges
+from megatron_basp.ranges import NO_RANGES, Ranges
 from megatron_basp.sdpa import Kernel
 
 
@@ -50,7 +50,7 @@ class BaspAttention(torch.nn.Module):
         softmax_offset: Tensor | None = None,
         chunks: Mapping[int, int] | None = None,
         recompute: Callable[..., Tensor] | None = None,
-        ranges: Ranges | None = None,
+        ranges: Ranges = NO_RANGES,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -63,7 +63,7 @@ class BaspAttention(torch.nn.Module):
         self.softmax_offset = softmax_offset
         self.chunks = dict(chunks or {})
         self.recompute = recompute
-        self.ranges = ranges or Ranges()
+        self.ranges = ranges
         self._pieces_of: BatchPlan | None = None
         self._pieces: list[Piece] = []
 

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_basp.all_to_all import ExchangeGroup, InFlight, start_to_heads, start_to_sequence, unpack
 from megatron_basp.ledger import Direction
 from megatron_basp.plan import Share
-from megatron_basp.ranges import Range, Ranges
+from megatron_basp.ranges import NO_RANGES, Range, Ranges
 from megatron_basp.sdpa import Kernel
 
 
@@ -46,7 +46,7 @@ class Piece:
     where: ExchangeGroup | None
     chunk: int
     chunks: int
-    ranges: Ranges = Ranges()
+    ranges: Ranges = NO_RANGES
 
     @cached_property
     def _name(self) -> str:

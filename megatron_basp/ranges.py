@@ -26,6 +26,9 @@ class Ranges:
         return Range(self, f"megatron_basp.{function} {what}")
 
 
+NO_RANGES = Ranges()
+
+
 class Range:
     __slots__ = ("_name", "_ranges")
 

@@ -20,12 +20,13 @@ def check_offloading(args: argparse.Namespace) -> None:
         return
     if others := sorted(set(args.offload_modules or ()) - MODULES):
         raise ConfigurationError(
-            f"--offload-modules {' '.join(others)} is not shown to be exact yet: use some of {' '.join(sorted(MODULES))}"
+            f"--offload-modules {' '.join(others)} is not shown to be exact yet: use some of "
+            f"{' '.join(sorted(MODULES))}"
         )
     if args.recompute_granularity == "full":
         raise ConfigurationError(
-            "--fine-grained-activation-offloading with --recompute-granularity full: what would be offloaded is not "
-            "kept in the first place; use --recompute-granularity selective, or leave one of them out"
+            "--fine-grained-activation-offloading with --recompute-granularity full: what would be offloaded is made "
+            "anew instead of kept, and the two together failed in a test; use --recompute-granularity selective"
         )
 
 

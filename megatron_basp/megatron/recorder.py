@@ -77,7 +77,7 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
             if get_args().do_valid:
                 evaluate(forward_step_func, valid_data_iterator, model, None, config)
             if get_args().fine_grained_activation_offloading:
-                # It takes from the first call of the schedule what there will be to offload, and evaluation has nothing.
+                # The first call of the schedule tells it what there will be to offload: that was an evaluation.
                 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
                 PipelineOffloadManager.reset_instance()

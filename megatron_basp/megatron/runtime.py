@@ -9,7 +9,7 @@ from megatron_basp.megatron.settings import Settings
 from megatron_basp.megatron.steps import Steps
 from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
-from megatron_basp.ranges import Ranges
+from megatron_basp.ranges import NO_RANGES
 
 if TYPE_CHECKING:
     from megatron_basp.megatron.bookkeeping import Bookkeeper
@@ -40,7 +40,7 @@ class Runtime:
         self.checked_plans: set[BatchPlan] = set()
         self.monitor: ExchangeMonitor | None = None
         self.bookkeeper: Bookkeeper | None = None
-        self.ranges = Ranges()
+        self.ranges = NO_RANGES
 
     @property
     def is_active(self) -> bool:
