@@ -23,6 +23,12 @@ def check_offloading(args: argparse.Namespace) -> None:
             f"--offload-modules {' '.join(others)} is not shown to be exact yet: use some of "
             f"{' '.join(sorted(MODULES))}"
         )
+    stages = args.pipeline_model_parallel_size
+    if stages > 1 and set(args.offload_modules or ()) != {"core_attn"}:
+        raise ConfigurationError(
+            f"--offload-modules {' '.join(args.offload_modules or ())} with --pipeline-model-parallel-size {stages}: "
+            f"Megatron 0.19 loses count of the groups and stops in backward; use core_attn alone"
+        )
     if args.recompute_granularity == "full":
         raise ConfigurationError(
             "--fine-grained-activation-offloading with --recompute-granularity full: what would be offloaded is made "

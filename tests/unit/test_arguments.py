@@ -585,6 +585,9 @@ def test_offloading_is_taken_for_modules_that_were_tried_and_without_full_recomp
     message = refused(f"{offloading} moe_act expert_fc1")
     assert message.startswith("--offload-modules expert_fc1 moe_act is not shown to be exact yet: use some of attn_")
     assert "--recompute-granularity selective" in refused(f"{offloading} --recompute-granularity full")
+    stages = "--pipeline-model-parallel-size 2"
+    assert accepted(f"{offloading} {stages}", world_size=16).mode == "basp"
+    assert "use core_attn alone" in refused(f"{offloading} attn_proj {stages}", world_size=16)
     assert accepted(f"{BASP} --offload-modules moe_act --recompute-granularity full").mode == "basp"
 
 
