@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_basp.kernels import Rotary, pack_heads, unpack_heads
 from megatron_basp.ledger import EXCHANGE, Collective, Direction, Ledger
+from megatron_basp.ranges import NO_RANGES, Range, Ranges
 from megatron_basp.transport import Transport, Work
 
 
@@ -36,6 +37,7 @@ class ExchangeGroup:
     ledger: where the bytes are written down.
     layer: under which layer number; None where tokens are exchanged and not a layer's activations.
     wave: the index of the wave in the plan.
+    ranges: of a profiler.
     """
 
     group: dist.ProcessGroup
@@ -44,6 +46,7 @@ class ExchangeGroup:
     ledger: Ledger
     layer: int | None
     wave: int
+    ranges: Ranges = NO_RANGES
 
     @property
     def size(self) -> int:
@@ -52,6 +55,9 @@ class ExchangeGroup:
     @property
     def tokens(self) -> int:
         return self.tokens_per_rank[self.group.rank()]
+
+    def range(self, function: str, operation: str, direction: Direction) -> Range:
+        return self.ranges.of(function, f"{operation} {direction} K={len(self.tokens_per_rank)}")
 
 
 class InFlight:
@@ -94,7 +100,8 @@ def start_to_heads(
     ranks, tokens = where.size, where.tokens
     shapes = [(max(x.shape[1], ranks) // ranks, x.shape[2]) for x in tensors]
     sent = where.transport.empty(tensors, [(ranks, tokens, *shape) for shape in shapes])
-    pack_heads(tensors, sent, rotary)
+    with where.range("pack_heads", operation, direction):
+        pack_heads(tensors, sent, rotary)
     received = [x.new_empty(sum(where.tokens_per_rank), *shape) for x, shape in zip(tensors, shapes, strict=True)]
     flat = [x.flatten(0, 1) for x in sent]
     return start(flat, received, [tokens] * ranks, where.tokens_per_rank, where, operation, direction)
@@ -132,7 +139,7 @@ def start(
         sent_rows, received_rows: of each, to and from each rank of the group.
     """
     name = Collective(EXCHANGE, operation, where.group.group_desc, where.size, where.layer, where.wave, direction)
-    with where.ledger.exchanging(name):
+    with where.ledger.exchanging(name), where.range("all_to_all", operation, direction):
         works = where.transport.start(sent, received, sent_rows, received_rows)
     row_bytes = sum(x.shape[1:].numel() * x.element_size() for x in sent)
     ranks = dist.get_process_group_ranks(where.group)

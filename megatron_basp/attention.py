@@ -21,6 +21,7 @@ from megatron_basp.ledger import Ledger
 from megatron_basp.overlap import Piece, attend
 from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
+from megatron_basp.ranges import NO_RANGES, Ranges
 from megatron_basp.sdpa import Kernel
 
 
@@ -37,6 +38,7 @@ class BaspAttention(torch.nn.Module):
             to; 1 where it says nothing.
         recompute: runs a kernel, its first argument, and keeps none of what it computes for backward, which runs it
             again; the exchange is not repeated. None to keep it.
+        ranges: of a profiler, for packing, collectives, kernels and unpacking; at K = 1 there are none of ours.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class BaspAttention(torch.nn.Module):
         softmax_offset: Tensor | None = None,
         chunks: Mapping[int, int] | None = None,
         recompute: Callable[..., Tensor] | None = None,
+        ranges: Ranges = NO_RANGES,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -62,6 +65,7 @@ class BaspAttention(torch.nn.Module):
         self.chunks = dict(chunks or {})
         self.recompute = recompute
         self._rotary: Rotary | None = None
+        self.ranges = ranges
         self._pieces_of: BatchPlan | None = None
         self._pieces: list[Piece] = []
 
@@ -151,11 +155,15 @@ class BaspAttention(torch.nn.Module):
         for wave, share in enumerate(plan.shares(self.groups.cp_rank)):
             where, size = None, share.group_size
             if size > 1:
-                group, transport = self.groups.by_size[size], self.groups.transports[size]
-                where = ExchangeGroup(group, transport, share.tokens_per_rank, self.ledger, self.layer, wave)
+                group, transport, counts = (
+                    self.groups.by_size[size],
+                    self.groups.transports[size],
+                    share.tokens_per_rank,
+                )
+                where = ExchangeGroup(group, transport, counts, self.ledger, self.layer, wave, self.ranges)
             chunks = self.chunks.get(size, 1)
             tokens = slice(start, start + share.tokens)
-            pieces += [Piece(share, tokens, where, chunk, chunks) for chunk in range(chunks)]
+            pieces += [Piece(share, tokens, where, chunk, chunks, self.ranges) for chunk in range(chunks)]
             start += share.tokens
         return pieces
 

@@ -181,6 +181,7 @@ def make_streams_no_ops() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.device = lambda device: contextlib.nullcontext()
     cuda.synchronize = lambda device=None: None
+    torch.Tensor.record_stream = lambda self, stream: None
     cuda.nvtx = SimpleNamespace(
         range_push=lambda message: None,
         range_pop=lambda: None,

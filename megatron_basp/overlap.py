@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megatron_basp.all_to_all import ExchangeGroup, InFlight, start_to_heads, st
 from megatron_basp.kernels import Rotary, pack_heads, unpack_heads
 from megatron_basp.ledger import Direction
 from megatron_basp.plan import Share
+from megatron_basp.ranges import NO_RANGES, Range, Ranges
 from megatron_basp.sdpa import Kernel
 
 
@@ -38,6 +40,7 @@ class Piece:
     share: what this rank holds of the wave.
     tokens: where that is in its stream.
     where: the group to exchange with; None where the rank has whole sequences, at K = 1.
+    ranges: of a profiler.
     """
 
     share: Share
@@ -45,6 +48,14 @@ class Piece:
     where: ExchangeGroup | None
     chunk: int
     chunks: int
+    ranges: Ranges = NO_RANGES
+
+    @cached_property
+    def _name(self) -> str:
+        return f"K={self.share.group_size} part {self.chunk + 1} of {self.chunks}"
+
+    def range(self, function: str, direction: Direction) -> Range:
+        return self.ranges.of(function, f"{direction} {self._name}")
 
     def parts_of(self, streams: Sequence[Tensor]) -> list[Tensor]:
         """[T, heads, d] of the stream -> [t, heads/chunks, d], views."""
@@ -109,14 +120,15 @@ class _Attend(torch.autograd.Function):
         output = query.new_empty(*query.shape[:2], value.shape[2])
         to_heads = _start_all(pieces, [query, key, value], "qkv", "forward", rotary)
         to_sequence = _ToSequence([output], "output", "forward")
-        graphs = []
+        graphs, anchor = [], query.new_empty(0).requires_grad_(has_graph)
         for piece, kernel in zip(pieces, kernels, strict=True):
-            inputs = [x.detach().requires_grad_(has_graph) for x in to_heads.arrived(piece)]
-            with torch.set_grad_enabled(has_graph):
-                attended = piece.attend(kernel, *inputs, offset)
+            gradients: list[Tensor] = []
+            landed = [x.detach() for x in to_heads.arrived(piece)]
+            with piece.range("attend", "forward"), torch.set_grad_enabled(has_graph):
+                attended = piece.attend(kernel, *_Landed.apply(gradients, anchor, *landed), offset)
             to_sequence.start(piece, [attended.detach()])
             # The edge, and not the output itself: what was sent need not be kept, if the kernel does not keep it.
-            graphs.append((inputs, get_gradient_edge(attended) if has_graph else None))
+            graphs.append((gradients, get_gradient_edge(attended) if has_graph else None))
         to_sequence.finish()
         if has_graph:
             ctx.pieces, ctx.graphs, ctx.offset, ctx.rotary = pieces, graphs, offset, rotary
@@ -135,12 +147,33 @@ class _Attend(torch.autograd.Function):
         graphs, ctx.graphs = ctx.graphs, None
         for piece in pieces:
             # Each is forgotten with the next, so that what a piece keeps is freed before the others are done.
-            inputs, attended = graphs.pop()
-            # Not torch.autograd.grad: within it a kernel could not be recomputed (`torch.utils.checkpoint`).
-            torch.autograd.backward(attended, *to_heads.arrived(piece))
-            to_sequence.start(piece, [x.grad for x in inputs])
+            gradients, attended = graphs.pop()
+            arrived = to_heads.arrived(piece)
+            with piece.range("attend", "backward"):
+                # Not torch.autograd.grad: within it a kernel could not be recomputed (`torch.utils.checkpoint`).
+                torch.autograd.backward(attended, *arrived)
+            to_sequence.start(piece, gradients)
         to_sequence.finish()
         return None, None, *grads, None if ctx.offset is None else ctx.offset.grad, None
+
+
+class _Landed(torch.autograd.Function):
+    """Where the graph of a piece begins, and where its gradients are found once backward was there.
+
+    Tensors that are leaves would do, but their graph keeps leaves: what saved-tensor hooks took away, to offload it,
+    would stay where it was all the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors as they are. `anchor` asks for a gradient, and gets none."""
+        ctx.gradients = gradients
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.gradients.extend(gradients)
+        return (None,) * (2 + len(gradients))
 
 
 class _ToHeads:
@@ -202,7 +235,8 @@ class _ToSequence:
 
     def finish(self) -> None:
         for piece, in_flight in self._in_flight:
-            unpack(in_flight, piece.parts_of(self._targets), self._rotary_of(piece))
+            with piece.range("unpack", self._direction):
+                unpack(in_flight, piece.parts_of(self._targets), self._rotary_of(piece))
 
     def _rotary_of(self, piece: Piece) -> Rotary | None:
         return self._rotary and self._rotary.of(piece.tokens)

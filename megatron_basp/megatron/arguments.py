@@ -17,6 +17,7 @@ from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
 from megatron_basp.library import named_cluster
 from megatron_basp.megatron.conditions import check_chunks, check_mapping, check_virtual_stages
 from megatron_basp.megatron.fp8 import check_fp8
+from megatron_basp.megatron.offloading import check_offloading
 from megatron_basp.megatron.refusals import (
     refuse_capacity_of_shards,
     refuse_unsupported,
@@ -124,6 +125,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     refuse_unsupported(args, mode)
     refuse_unsupported_packing(args)
     refuse_unsupported_fsdp(args)
+    check_offloading(args)
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ConfigurationError(

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from megatron_basp.attention import BaspAttention
-from megatron_basp.documents import Boundaries
+from megatron_basp.documents import Boundaries, Documents
 from megatron_basp.errors import ConfigurationError
+from megatron_basp.megatron.offloading import keep_storage_of, offloads_core_attention
 from megatron_basp.megatron.runtime import Runtime
 from megatron_basp.megatron.seam import Function
 from megatron_basp.megatron.settings import Settings
@@ -86,8 +87,18 @@ class MegatronBaspAttention(BaspAttention):
             softmax_offset=sinks[0].softmax_offset if sinks else None,
             chunks=runtime.settings.chunks,
             recompute=recompute if recomputes_core_attention(config) else None,
+            ranges=runtime.ranges,
         )
+        self._offloads = offloads_core_attention(config)
         self._sinks = sinks  # in a list, so that its parameter is registered once, as ours and under stock's name
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None
+    ) -> torch.Tensor:
+        takes_them_apart = documents is not None or self.plan_holder.plan.group_sizes != (1,)
+        if self._offloads and self.training and takes_them_apart:
+            keep_storage_of((query, key, value))
+        return super()._attend(query, key, value, documents)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -262,6 +273,9 @@ def attention_class(
     multi-latent attention builds its core by `core/transformer/spec_utils.py`, which takes a class.)"""
 
     class PlannedAttention(MegatronBaspAttention):
+        # Here, and not where it is written: this imports the compiler, which reads its settings when it is imported.
+        forward = torch.compiler.disable(MegatronBaspAttention.forward, reason="it talks to other ranks")
+
         def __init__(self, **arguments: Any) -> None:
             super().__init__(stock, make_kernel, runtime, **arguments)
 

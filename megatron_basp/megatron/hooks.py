@@ -26,6 +26,7 @@ from megatron_basp.megatron.start_up import (
 )
 from megatron_basp.megatron.steps import evaluating, taking_step
 from megatron_basp.megatron.versions import check_version
+from megatron_basp.ranges import Ranges
 
 HOOKS = (
     # From the command line to process groups.
@@ -112,11 +113,13 @@ def install() -> Runtime:
         RuntimeError: they are in already.
     """
     from megatron.core import parallel_state
+    from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 
     check_version()
     if hasattr(parallel_state.destroy_model_parallel, "__wrapped__"):
         raise RuntimeError("the hooks are installed already: call install() once in a process, and keep its Runtime")
     runtime = Runtime()
+    runtime.ranges = Ranges(nvtx_range_push, nvtx_range_pop)
     for hook in HOOKS:
         replace(hook.target, hook.parameters, functools.partial(_made, hook, runtime), hook.also_in, hook.versions)
     return runtime

@@ -16,6 +16,7 @@ from megatron_basp.attention import BaspAttention
 from megatron_basp.batch import stream_positions
 from megatron_basp.megatron.core_attention import recompute_inside_of_the_exchange
 from megatron_basp.megatron.multi_token import number_behind_decoder
+from megatron_basp.megatron.offloading import check_offloading
 from megatron_basp.megatron.refusals import refuse_capacity_of_shards, refuse_unsupported_config
 from megatron_basp.megatron.rotary import rotate_while_packing
 from megatron_basp.megatron.runtime import Runtime
@@ -56,6 +57,7 @@ def building_model(runtime: Runtime, original: Function) -> Function:
         arguments = signature.bind(self, *args, **kwargs).arguments
         refuse_unsupported_config(arguments["config"], runtime.settings.mode)
         refuse_capacity_of_shards(arguments["config"], runtime.settings.group_sizes(), runtime.settings.mode)
+        check_offloading(arguments["config"])
         groups = arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
         arguments["config"], arguments["pg_collection"] = without_context_parallelism(
             arguments["config"], groups, runtime

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_basp.megatron import fsdp_on_cpu
+from megatron_basp.megatron import fsdp_on_cpu, offloading_on_cpu
 from megatron_basp.megatron.seam import replace
 
 
@@ -77,6 +77,7 @@ def install() -> None:
         _copied_before_training_goes_on,
     )
     fsdp_on_cpu.install()
+    offloading_on_cpu.install()
 
 
 def _norm_that_marks_its_parameters(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,6 +76,11 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
             valid_data_iterator, config = args[3], args[5]
             if get_args().do_valid:
                 evaluate(forward_step_func, valid_data_iterator, model, None, config)
+            if get_args().fine_grained_activation_offloading:
+                # The first call of the schedule tells it what there will be to offload: that was an evaluation.
+                from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+                PipelineOffloadManager.reset_instance()
             return original(forward_step_func, model, *args, **kwargs)
 
         return train

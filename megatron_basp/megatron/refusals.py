@@ -152,7 +152,6 @@ REFUSALS = (
     Refusal("enable_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("external_cuda_graph", _unset, f"CUDA graphs; {_NOT_PROVEN}"),
     Refusal("cpu_offloading_num_layers", _unset, _NOT_PROVEN),
-    Refusal("fine_grained_activation_offloading", _unset, _NOT_PROVEN),
     Refusal(
         "logits_save_dir",
         _unset,
@@ -174,6 +173,7 @@ REFUSALS = (
 _NOT_TRIED = (
     Refusal("use_megatron_fsdp", _unset, "not tried with it; use megatron-core 0.19"),
     Refusal("fp8", _unset, "not tried with it; use megatron-core 0.19", "--fp8-format"),
+    Refusal("fine_grained_activation_offloading", _unset, "not tried with it; use megatron-core 0.19"),
 )
 REFUSED_WITH = {
     "0.18": (

@@ -9,6 +9,7 @@ from megatron_basp.megatron.settings import Settings
 from megatron_basp.megatron.steps import Steps
 from megatron_basp.plan import BatchPlan, PlanHolder
 from megatron_basp.process_groups import SequenceGroups
+from megatron_basp.ranges import NO_RANGES
 
 if TYPE_CHECKING:
     from megatron_basp.megatron.bookkeeping import Bookkeeper
@@ -25,6 +26,7 @@ class Runtime:
     steps: tells steps apart, and turns the ledger's pages.
     monitor: what the exchanges of training steps are added up in, once somebody asked for it.
     bookkeeper: writes the ledger, where `--basp-ledger` asked for it.
+    ranges: of the profiler, Megatron's once hooks are in.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,7 @@ class Runtime:
         self.checked_plans: set[BatchPlan] = set()
         self.monitor: ExchangeMonitor | None = None
         self.bookkeeper: Bookkeeper | None = None
+        self.ranges = NO_RANGES
 
     @property
     def is_active(self) -> bool:

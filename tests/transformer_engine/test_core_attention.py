@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
 from megatron_basp.process_groups import create_sequence_groups
+from megatron_basp.ranges import Ranges
 
 S, RANKS, HEADS, KV_HEADS, D = 16, 4, 8, 4, 8
 PLANS = {"K=1, 1 row": (4, 1), "K=1, 2 rows": (8, 1), "K=2": (2, 2), "K=2, 2 rows": (4, 2), "K=4": (1, 4)}
@@ -134,6 +135,7 @@ def from_ours(plan: BatchPlan) -> dict[str, Any]:
         groups=groups,
         plan_holder=holder,
         ledger=Ledger(),
+        ranges=Ranges(),
     )
     arguments = built_with()
     attention = attention_class(TEDotProductAttention, make_te(TEDotProductAttention), runtime)(

@@ -67,7 +67,6 @@ FEATURES = {
     "enable_cuda_graph": (False, True),
     "external_cuda_graph": (False, True),
     "cpu_offloading_num_layers": (0, 2),
-    "fine_grained_activation_offloading": (False, True),
     "logits_save_dir": (None, "logits"),
     "logits_load_dir": (None, "logits"),
 }
@@ -95,6 +94,9 @@ def megatron_like_parser():
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--save")
     parser.add_argument("--sft", action="store_true")
+    parser.add_argument("--fine-grained-activation-offloading", action="store_true")
+    parser.add_argument("--offload-modules", nargs="+", default=[])
+    parser.add_argument("--recompute-granularity")
     parser.add_argument("--dataloader-inter-document-masking", action="store_true")
     for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
         parser.add_argument(f"--{name}", type=int)
@@ -575,6 +577,18 @@ def test_other_values_that_are_supported_are_not_refused(name, value):
 
 def test_one_unsupported_load_balancing_among_supported_ones_is_refused():
     assert "sinkhorn" in refused(BASP, moe_router_load_balancing_type=["aux_loss", "sinkhorn"])
+
+
+def test_offloading_is_taken_for_modules_that_were_tried_and_without_full_recompute():
+    offloading = f"{BASP} --fine-grained-activation-offloading --offload-modules core_attn"
+    assert accepted(f"{offloading} attn_proj --recompute-granularity selective").mode == "basp"
+    message = refused(f"{offloading} moe_act expert_fc1")
+    assert message.startswith("--offload-modules expert_fc1 moe_act is not shown to be exact yet: use some of attn_")
+    assert "--recompute-granularity selective" in refused(f"{offloading} --recompute-granularity full")
+    stages = "--pipeline-model-parallel-size 2"
+    assert accepted(f"{offloading} {stages}", world_size=16).mode == "basp"
+    assert "use core_attn alone" in refused(f"{offloading} attn_proj {stages}", world_size=16)
+    assert accepted(f"{BASP} --offload-modules moe_act --recompute-granularity full").mode == "basp"
 
 
 # Help.

@@ -17,6 +17,7 @@ from megatron_basp.megatron.core_attention import (
     share_of_heads,
 )
 from megatron_basp.plan import Limits, PlanHolder
+from megatron_basp.ranges import Ranges
 from tests.settings import small_settings
 
 CAUSAL, PADDING = SimpleNamespace(name="causal"), SimpleNamespace(name="padding")
@@ -31,6 +32,7 @@ def transformer_config(heads: int = 8, kv_heads: int = 4, tensor_parallel: int =
         context_parallel_size=1,
         softmax_type="vanilla",
         recompute_granularity=None,
+        fine_grained_activation_offloading=False,
     )
 
 
@@ -38,7 +40,7 @@ def runtime(*group_sizes: int) -> SimpleNamespace:
     settings = SimpleNamespace(
         group_sizes=lambda: group_sizes, limits=Limits(heads=8, kv_heads=4), chunks=dict.fromkeys(group_sizes, 1)
     )
-    return SimpleNamespace(settings=settings, groups=None, plan_holder=PlanHolder(), ledger=Ledger())
+    return SimpleNamespace(settings=settings, groups=None, plan_holder=PlanHolder(), ledger=Ledger(), ranges=Ranges())
 
 
 class RecordingAttention(torch.nn.Module):
