@@ -27,8 +27,9 @@ The document (`runs/bench/train.json`, and that of --json):
     steps                                how many were measured
     step_milliseconds                    median; the slowest rank counts
     step_milliseconds_low, _high         quartiles
-    exchange_milliseconds                median of the mean over ranks: what a rank stood still for in exchanges
-    exchange_share                       of the step: the median of each step's own share
+    exchange_milliseconds                median of the mean over ranks: what a rank stood still for in exchanges; null
+                                         where Transformer Engine's code exchanges
+    exchange_share                       of the step, of its median
     across_node_bytes_per_step           that left all nodes together, by the counters of their network devices, less
                                          frame headers: gradients and all; null where there are no such counters
     across_node_exchange_bytes_per_step  the exchange's own: these less those of no_exchange; where there are no
@@ -65,17 +66,14 @@ ULYSSES, BOUND = "ulysses", "no_exchange"
 
 @dataclass(frozen=True)
 class Turn:
-    """One step of one mode, all ranks together; fields as in the document.
-
-    loss: None where no rank has it.
-    """
+    """One step of one mode, all ranks together; fields as in the document, None where something was not measured."""
 
     mode: str
     link_mbit: int | None
     seconds: float
-    exchange_seconds: float
+    exchange_seconds: float | None
     loss: float | None
-    ledger_bytes: int
+    ledger_bytes: int | None
     across_node_bytes: int | None = None
     cpu_seconds: float | None = None
     others_cpu_seconds: float | None = None
@@ -123,6 +121,7 @@ def _row(mode: str, at_rate: dict[str, list[Turn]], formula_bytes: int) -> dict[
     seconds = [turn.seconds for turn in own]
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(own) > 1 else seconds * 3
     crossed, ledger = _median(own, "across_node_bytes"), _median(own, "ledger_bytes")
+    exchange = _median(own, "exchange_seconds")
     without = _median(at_rate.get(BOUND, []), "across_node_bytes")
     by_counters = crossed is not None and without is not None
     peaks = [turn.peak_memory_bytes for turn in own if turn.peak_memory_bytes is not None]
@@ -131,8 +130,8 @@ def _row(mode: str, at_rate: dict[str, list[Turn]], formula_bytes: int) -> dict[
         "step_milliseconds": middle * 1e3,
         "step_milliseconds_low": low * 1e3,
         "step_milliseconds_high": high * 1e3,
-        "exchange_milliseconds": statistics.median(turn.exchange_seconds for turn in own) * 1e3,
-        "exchange_share": statistics.median(turn.exchange_seconds / turn.seconds for turn in own),
+        "exchange_milliseconds": None if exchange is None else exchange * 1e3,
+        "exchange_share": None if exchange is None else exchange / middle,
         "across_node_bytes_per_step": crossed,
         "across_node_exchange_bytes_per_step": crossed - without if by_counters else ledger,
         "bytes_by": "counters" if by_counters else "ledger",

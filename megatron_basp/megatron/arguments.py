@@ -191,7 +191,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
     if args.basp_cluster is not None:
         # In one domain, until ranks have told each other where they are.
         together = Placement(((0,) * ranks,))
-        exchange = ExchangeModel(_cluster(args), _attention_shape(args, heads, kv_heads), together)
+        exchange = ExchangeModel(_cluster(args), attention_shape(args, heads, kv_heads), together)
     return Settings(
         mode=mode,
         ranks=ranks,
@@ -262,7 +262,7 @@ def _cluster(args: argparse.Namespace) -> ClusterSpec:
     return cluster
 
 
-def _attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> AttentionShape:
+def attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> AttentionShape:
     element_bytes = 2 if args.bf16 else 4
     if args.multi_latent_attention:
         # Keys have a head each, made from what is compressed (`core/transformer/multi_latent_attention.py`).
