@@ -1,4 +1,4 @@
-"""A cluster in a box: all modes alive at once on this machine, and a step of each in turn, at each rate of the link."""
+"""A cluster in a box: all modes alive at once on this machine, a step of each in turn, at each rate of the link."""
 
 from __future__ import annotations
 

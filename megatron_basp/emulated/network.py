@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_basp.errors import ConfigurationError
 
 DEVICE = "uplink"
+SUBNET = "10.77.0.0/24"
 # Jumbo frames: at 1500 bytes the processor, and not the link, is what a benchmark would measure.
 FRAME_BYTES = 9000
 # What may leave at once after a pause: little, since pauses would else make the link faster than it is.
@@ -30,6 +31,8 @@ SETTINGS = {
     "/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
     "/proc/sys/net/ipv4/tcp_early_retrans": "0",
 }
+# For how long nobody sends again what no acknowledgement has come for: it is in a queue, and not lost.
+PATIENCE = "20s"
 
 
 class Network:
@@ -99,6 +102,7 @@ class Network:
         )
         _run(f"ip addr add {self.address(node)}/24 dev {DEVICE}")
         _run(f"ip link set {DEVICE} up")
+        _run(f"ip route replace {SUBNET} dev {DEVICE} src {self.address(node)} rto_min {PATIENCE}")
         for other in range(self.nodes):
             if other != node:
                 _run(
