@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_basp.emulated.network import LEAST_BURST_BYTES, Network, refusal
+from megatron_basp.local_ranks import in_one_rank, started_ranks
 from megatron_basp.megatron.stand_ins import ModelledLink
+from tests.namespaces import namespaces, still_in_use
 
 pytestmark = pytest.mark.distributed
 MBIT, SENT = 100, 2_000_000
@@ -32,8 +32,6 @@ def allowed() -> None:
 @pytest.fixture
 def in_a_child(tmp_path: Path) -> Callable[[Callable[[], Any]], Any]:
     """Networks stay with their process until it ends: not with pytest's."""
-    from megatron_basp.local_ranks import in_one_rank
-
     return lambda function: in_one_rank(function, tmp_path / "logs")
 
 
@@ -84,45 +82,30 @@ def test_what_crosses_is_counted_and_takes_its_time_and_what_stays_is_neither(
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
-    script = f"""
-import os, time
-from megatron_basp.emulated.network import Network
-network = Network(2)
-from megatron_basp.local_ranks import started_ranks
-def rank(number):
-    network.enter(number)
-    time.sleep(600)
-with started_ranks(rank, 2, __import__("pathlib").Path({str(tmp_path)!r})) as started:
-    print(*started.pids, flush=True)
-    started.wait()
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pids = [parent.pid, *map(int, parent.stdout.readline().split())]
-    here = os.readlink("/proc/self/ns/net")
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        network = Network(2)
+
+        def rank(number: int) -> None:
+            network.enter(number)
+            time.sleep(600)
+
+        with started_ranks(rank, 2, tmp_path) as started:
+            os.write(writer, " ".join(map(str, started.pids)).encode())
+            started.wait()
+    pids = [parent, *map(int, os.read(reader, 100).split())]
+    here, devices = namespaces(["self"]), os.listdir("/sys/class/net")
     for _ in range(200):
-        namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
-        if len(namespaces) == 3:
+        theirs = namespaces(pids)
+        if len(theirs) == 3:
             break
         time.sleep(0.05)
-    assert len(namespaces) == 3 and here not in namespaces
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    for _ in range(200):
-        if not namespaces & namespaces_in_use():
-            break
-        time.sleep(0.05)
-    assert not namespaces & namespaces_in_use()
-
-
-def namespaces_in_use() -> set[str]:
-    found = set()
-    for process in Path("/proc").glob("[0-9]*/ns/net"):
-        try:
-            found.add(os.readlink(process))
-        except OSError:  # it has ended
-            continue
-    return found
+    assert len(theirs) == 3 and not theirs & here
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert still_in_use(theirs) == set()
+    assert os.listdir("/sys/class/net") == devices
 
 
 def test_a_modelled_link_takes_as_long_as_a_real_one_would(on_ranks: Callable[..., list[Any]]) -> None:

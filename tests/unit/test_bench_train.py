@@ -119,9 +119,7 @@ def test_rows_are_of_medians_and_the_exchange_is_what_the_bound_does_not_send() 
 
 def test_without_counters_bytes_are_the_ledgers_and_what_nobody_measured_is_null() -> None:
     modelled = [replace(turn, across_node_bytes=None) for turn in turns()]
-    modelled += [
-        replace(turns()[0], mode="reflagged", exchange_seconds=None, ledger_bytes=None, across_node_bytes=None)
-    ]
+    modelled += [replace(modelled[0], mode="reflagged", exchange_seconds=None, ledger_bytes=None)]
     found = rows(modelled, dict.fromkeys(("ulysses", "basp", "reflagged", "no_exchange"), 80), {"link": "modelled"})
     by_mode = {row["mode"]: row for row in found}
     assert by_mode["ulysses"]["across_node_exchange_bytes_per_step"] == 80
