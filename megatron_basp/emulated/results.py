@@ -120,10 +120,10 @@ def _row(mode: str, at_rate: dict[str, list[Turn]], formula_bytes: int) -> dict[
     own = at_rate[mode]
     seconds = [turn.seconds for turn in own]
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(own) > 1 else seconds * 3
-    crossed, ledger = _median(own, "across_node_bytes"), _median(own, "ledger_bytes")
+    crossed, ledger = _bytes(own, "across_node_bytes"), _bytes(own, "ledger_bytes")
     exchange = _median(own, "exchange_seconds")
-    without = _median(at_rate.get(BOUND, []), "across_node_bytes")
-    by_counters = crossed is not None and without is not None
+    without = _bytes(at_rate.get(BOUND, []), "across_node_bytes")
+    exchanged = None if crossed is None or without is None else crossed - without
     peaks = [turn.peak_memory_bytes for turn in own if turn.peak_memory_bytes is not None]
     return {
         "steps": len(own),
@@ -133,8 +133,8 @@ def _row(mode: str, at_rate: dict[str, list[Turn]], formula_bytes: int) -> dict[
         "exchange_milliseconds": None if exchange is None else exchange * 1e3,
         "exchange_share": None if exchange is None else exchange / middle,
         "across_node_bytes_per_step": crossed,
-        "across_node_exchange_bytes_per_step": crossed - without if by_counters else ledger,
-        "bytes_by": "counters" if by_counters else "ledger",
+        "across_node_exchange_bytes_per_step": ledger if exchanged is None else exchanged,
+        "bytes_by": "ledger" if exchanged is None else "counters",
         "ledger_bytes_per_step": ledger,
         "formula_bytes_per_step": formula_bytes,
         "speedup_over_ulysses": _over(at_rate.get(ULYSSES, []), middle),
@@ -150,6 +150,11 @@ def _median(turns: Sequence[Turn], name: str) -> Any:
     """None where it was not measured."""
     values = [getattr(turn, name) for turn in turns]
     return None if not values or None in values else statistics.median(values)
+
+
+def _bytes(turns: Sequence[Turn], name: str) -> int | None:
+    found = _median(turns, name)
+    return None if found is None else round(found)
 
 
 def _over(turns: Sequence[Turn], seconds: float) -> float | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Few parameters and long rows of wide heads, so that gradients are little beside the exchange.
 CPU_FLAGS = """
-    --num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 16 --kv-channels 64
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 96 --num-attention-heads 16 --kv-channels 64
     --group-query-attention --num-query-groups 8 --seq-length 1024 --max-position-embeddings 1024
     --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --transformer-impl local

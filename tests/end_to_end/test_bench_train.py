@@ -111,6 +111,23 @@ def test_three_sequences_on_two_nodes_of_two(tmp_path: Path, link: str) -> None:
     assert (tmp_path / "runs/bench/train.png").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.end_to_end
+def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, *COMMAND[1:], "--iterations", "2", "--", *FLAGS.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["backend"], document["link"]) == ("gloo", "measured")
+    assert document["cluster"] == {"nodes": 1, "ranks_per_node": 2}
+    rows = {row["mode"]: row for row in document["rows"]}
+    assert list(rows) == MODES and all(row["steps"] == 2 and row["link_mbit"] is None for row in rows.values())
+    assert rows["ulysses"]["exchange_share"] > 0 == rows["basp"]["exchange_share"]
+    assert rows["basp"]["max_loss_difference"] <= 2e-6 and rows["reflagged"]["max_loss_difference"] <= 2e-6
+    assert (tmp_path / "runs/bench/train.png").exists()
+
+
 @pytest.fixture
 def endless(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """One that has measured something and goes on."""
