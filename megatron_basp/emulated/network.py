@@ -25,11 +25,13 @@ QUEUE_BYTES = 256 << 20
 # Of Ethernet, IP and TCP with its timestamps: in every frame that is counted.
 HEADER_BYTES = 14 + 20 + 32
 MOST_NODES = 250
-# What would be sent, and counted, beside what ranks send: devices that announce themselves, and the last segment once
-# more where its acknowledgement is late, as it is on a slow link.
+# What would be sent, and counted, beside what ranks send: devices that announce themselves; and, once more, segments
+# that are late, as they are on a slow link, or came out of turn. None is ever lost.
 SETTINGS = {
     "/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
     "/proc/sys/net/ipv4/tcp_early_retrans": "0",
+    "/proc/sys/net/ipv4/tcp_recovery": "0",
+    "/proc/sys/net/ipv4/tcp_reordering": "300",
 }
 # For how long nobody sends again what no acknowledgement has come for: it is in a queue, and not lost.
 PATIENCE = "20s"
