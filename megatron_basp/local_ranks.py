@@ -12,14 +12,15 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from megatron_basp.errors import RankFailed
+from megatron_basp.errors import ConfigurationError, RankFailed
 
 
 def run_ranks[Result](function: Callable[[int], Result], ranks: int, log_folder: Path) -> list[Result]:
@@ -36,24 +37,77 @@ def run_ranks[Result](function: Callable[[int], Result], ranks: int, log_folder:
     Raises:
         RankFailed: a rank raised or died. The others are stopped first.
     """
+    with started_ranks(function, ranks, log_folder) as started:
+        started.wait()
+        return started.results()
+
+
+def in_one_rank[Result](function: Callable[[], Result], log_folder: Path) -> Result:
+    """The function's result, from a process of its own; bad input is bad input here too."""
+
+    def on_rank(rank: int) -> Result | ConfigurationError:
+        try:
+            return function()
+        except ConfigurationError as error:
+            return error
+
+    result = run_ranks(on_rank, 1, log_folder)[0]
+    if isinstance(result, ConfigurationError):
+        raise result
+    return result
+
+
+@contextmanager
+def started_ranks[Result](
+    function: Callable[[int], Result], ranks: int, log_folder: Path
+) -> Iterator[StartedRanks[Result]]:
+    """As `run_ranks`, for who has something to do meanwhile. What is left of them at the end is killed."""
     log_folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         arguments = (function, ranks, port, log_folder, Path(scratch))
         # Torch asks the kernel to interrupt the ranks should this process be killed.
         context = mp.start_processes(_run_rank, arguments, ranks, join=False, start_method="fork")
         try:
-            while not context.join():
-                pass
-        except mp.ProcessRaisedException as error:
-            raise RankFailed(f"{error.msg.strip()}\n(log: {log_folder}/rank{error.error_index}.log)") from None
-        except mp.ProcessExitedException as error:
-            log = log_folder / f"rank{error.error_index}.log"
-            raise RankFailed(f"rank {error.error_index} ended with exit code {error.exit_code} (log: {log})") from None
+            yield StartedRanks(context, log_folder, Path(scratch))
         finally:
             for process in context.processes:
                 process.kill()
-        return [pickle.loads((Path(scratch) / str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+class StartedRanks[Result]:
+    """Ranks that run."""
+
+    def __init__(self, context: Any, log_folder: Path, scratch: Path) -> None:
+        self._context, self._log_folder, self._scratch = context, log_folder, scratch
+
+    @property
+    def pids(self) -> list[int]:
+        return self._context.pids()
+
+    def are_over(self, timeout: float | None = 0) -> bool:
+        """Whether all have returned, waiting for one to end or for so many seconds.
+
+        Raises:
+            RankFailed: one raised or died. The others are stopped first.
+        """
+        try:
+            return self._context.join(timeout)
+        except mp.ProcessRaisedException as error:
+            log = f"{self._log_folder}/rank{error.error_index}.log"
+            raise RankFailed(f"{error.msg.strip()}\n(log: {log})") from None
+        except mp.ProcessExitedException as error:
+            log = f"{self._log_folder}/rank{error.error_index}.log"
+            raise RankFailed(f"rank {error.error_index} ended with exit code {error.exit_code} (log: {log})") from None
+
+    def wait(self) -> None:
+        while not self.are_over(timeout=None):
+            pass
+
+    def results(self) -> list[Result]:
+        """What each returned, by rank, once all are over."""
+        files = [self._scratch / str(rank) for rank in range(len(self.pids))]
+        return [pickle.loads(file.read_bytes()) for file in files]
 
 
 def _run_rank(
@@ -94,7 +148,7 @@ def redirect_output(log: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

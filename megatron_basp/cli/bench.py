@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_basp.cli import bench_attention, bench_fabric
+from megatron_basp.cli import bench_attention, bench_fabric, bench_train
 
 
 def add_parser(subcommands: Any) -> None:
@@ -14,3 +14,4 @@ def add_parser(subcommands: Any) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     bench_attention.add_parser(benchmarks)
     bench_fabric.add_parser(benchmarks)
+    bench_train.add_parser(benchmarks)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_basp.cli.verify_result import ROUNDING, Case, VerifyResult, print_
 from megatron_basp.cli.verify_runs import Run, Runs, plan_runs
 from megatron_basp.comparison import Bounds, RankReport, compare
 from megatron_basp.errors import ConfigurationError, RankFailed
-from megatron_basp.local_ranks import run_ranks
+from megatron_basp.local_ranks import in_one_rank, run_ranks
 
 DESCRIPTION = """
 Prove on this machine that the modes change nothing. Trains ten steps by stock Megatron without context parallelism
@@ -94,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         gpus = _load()
         logs = options.out / "logs"
         # Where there are GPUs this process must not touch CUDA, which does not survive the forks to come.
-        runs = _in_one_rank(lambda: plan_runs(options, gpus), logs / "flags") if gpus else plan_runs(options, gpus)
+        runs = in_one_rank(lambda: plan_runs(options, gpus), logs / "flags") if gpus else plan_runs(options, gpus)
         for change in runs.result.changes:
             _say(change)
         try:
@@ -167,21 +166,6 @@ def _train(run: Run, logs: Path) -> list[RankReport]:
         if isinstance(report, str):
             raise ConfigurationError(report)
     return reports
-
-
-def _in_one_rank(function: Callable[[], Any], logs: Path) -> Any:
-    """The function's result, from a process of its own; bad input is bad input here too."""
-
-    def in_rank(rank: int) -> Any:
-        try:
-            return function()
-        except ConfigurationError as error:
-            return error
-
-    result = run_ranks(in_rank, 1, logs)[0]
-    if isinstance(result, ConfigurationError):
-        raise result
-    return result
 
 
 def _write(result: VerifyResult, out: Path) -> None:

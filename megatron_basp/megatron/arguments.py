@@ -197,7 +197,7 @@ def _settings(args: argparse.Namespace, mode: str, ranks: int) -> Settings:
             f"{eval_batch_size * data_parallel}"
         )
     _global_batch_size(args, "eval_global_batch_size", eval_batch_size, data_parallel)
-    attention, exchange = _attention_shape(args, heads, kv_heads), None
+    attention, exchange = attention_shape(args, heads, kv_heads), None
     if args.basp_cluster is not None:
         # In one domain, until ranks have told each other where they are.
         together = Placement(((0,) * ranks,))
@@ -274,7 +274,7 @@ def _cluster(args: argparse.Namespace) -> ClusterSpec:
     return cluster
 
 
-def _attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> AttentionShape:
+def attention_shape(args: argparse.Namespace, heads: int, kv_heads: int) -> AttentionShape:
     element_bytes = 2 if args.bf16 else 4
     if args.multi_latent_attention:
         # Keys have a head each, made from what is compressed (`core/transformer/multi_latent_attention.py`).

@@ -72,15 +72,7 @@ def observe_training(
 
     pretrain_gpt.forward_step = observed_step
     record = record_training(keep)
-    sys.argv = ["pretrain_gpt", *flags]
-    try:
-        config = pretrain_gpt.configuration()
-    except ConfigurationError:
-        raise
-    except (AssertionError, ValueError) as error:
-        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ConfigurationError(f"Megatron refuses the flags: {' '.join(str(said).split())}") from error
-    pretrain_gpt.train(config)
+    pretrain_gpt.train(validated_configuration(flags))
     if runtime is not None:
         runtime.close_books()  # a forked process has no exit of its own
     # Not in the last step: with overlap a rank gets the others' shards of the new parameters later.
@@ -102,6 +94,24 @@ def observe_training(
         parameters,
         runtime and runtime.plan(runtime.settings.micro_batch_size, runtime.settings.seq_length),
     )
+
+
+def validated_configuration(flags: Sequence[str]) -> Any:
+    """What the flags say, as `pretrain_gpt.train` takes it.
+
+    Raises:
+        ConfigurationError: in one line, by Megatron or by the mode.
+    """
+    from megatron_basp.megatron import pretrain_gpt
+
+    sys.argv = ["pretrain_gpt", *flags]
+    try:
+        return pretrain_gpt.configuration()
+    except ConfigurationError:
+        raise
+    except (AssertionError, ValueError) as error:
+        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigurationError(f"Megatron refuses the flags: {' '.join(str(said).split())}") from error
 
 
 def _observed(data_iterator: Any, samples: list[list[int]] | None, make_mask: MakeMask | None) -> Iterator[Any]:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_basp.errors import ConfigurationError
-from scripts.bench.two_nodes import RANKS, TwoNodes
+from scripts.bench.two_nodes import RANKS, two_nodes
 
 ROWS = (1, 3)
 CHUNKS = (1, 2, 4)
@@ -36,7 +36,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         heads, kv_heads = _heads(arguments)
-        nodes = TwoNodes(arguments.megabits_per_second)
+        network = two_nodes(arguments.megabits_per_second)
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 2
@@ -48,7 +48,7 @@ def main() -> int:
 
     layer = Layer(arguments.seq_length, heads, kv_heads, arguments.head_size)
     cases = [Case(rows, arithmetic) for arithmetic in arguments.arithmetic for rows in ROWS]
-    on_rank = partial(measure_all, nodes, layer, cases, CHUNKS, arguments.repetitions)
+    on_rank = partial(measure_all, network, layer, cases, CHUNKS, arguments.repetitions)
     with tempfile.TemporaryDirectory() as logs:
         measured = run_ranks(on_rank, RANKS, Path(logs))[0]
     document = {

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megatron_basp.arithmetic_cost import ATTENTION_BACKWARD
 from megatron_basp.attention import BaspAttention
+from megatron_basp.emulated.network import DEVICE, Network
 from megatron_basp.ledger import Ledger
 from megatron_basp.plan import BatchPlan, Limits, PlanHolder, plan_batch
 from megatron_basp.process_groups import SequenceGroups, create_sequence_groups
-from scripts.bench.two_nodes import DEVICE, RANKS, RANKS_PER_NODE, TwoNodes
+from scripts.bench.two_nodes import RANKS, RANKS_PER_NODE
 
 WARM_UP_CALLS = 2
 
@@ -170,16 +171,16 @@ def _groups() -> SequenceGroups:
     )
 
 
-def on_node(nodes: TwoNodes, rank: int) -> None:
+def on_node(network: Network, rank: int) -> None:
     """Join the rank's node, and the other ranks over gloo."""
-    nodes.enter(rank // RANKS_PER_NODE)
-    os.environ.update(MASTER_ADDR=nodes.address(0), GLOO_SOCKET_IFNAME=DEVICE)
+    network.enter(rank // RANKS_PER_NODE)
+    os.environ.update(MASTER_ADDR=network.address(0), GLOO_SOCKET_IFNAME=DEVICE)
     dist.init_process_group("gloo")
 
 
 def measure_all(
-    nodes: TwoNodes, layer: Layer, cases: Sequence[Case], chunks: Sequence[int], repetitions: int, rank: int
+    network: Network, layer: Layer, cases: Sequence[Case], chunks: Sequence[int], repetitions: int, rank: int
 ) -> Mapping[Case, Measured]:
-    on_node(nodes, rank)
+    on_node(network, rank)
     bench = Bench(layer, chunks, repetitions)
     return {case: bench.measure(case) for case in cases}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.two_nodes import LEAST_BURST_BYTES
+from megatron_basp.emulated.network import LEAST_BURST_BYTES
 
 ROOT = Path(__file__).parents[2]
 LENGTH, HEADS, HEAD_SIZE, MEGABITS = 256, 16, 32, 100

@@ -79,9 +79,9 @@ class Watched:
         return kernel
 
     def starting(self, what, start):
-        def started(tensors, where, operation, direction):
+        def started(tensors, where, operation, direction, *rotary):
             number = self.note(f"{what} {direction}", where.size)
-            in_flight = start(tensors, where, operation, direction)
+            in_flight = start(tensors, where, operation, direction, *rotary)
             if what == "to heads":
                 in_flight.arrived = self.arriving(in_flight.arrived, direction, where.size, number)
             return in_flight

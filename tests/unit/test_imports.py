@@ -17,6 +17,8 @@ PURE = [
     "errors",
     "cluster",
     "documents",
+    "emulated.network",
+    "emulated.results",
     "exchange_check",
     "fabric_fit",
     "hardware_file",
