@@ -16,15 +16,15 @@ from typing import Any
 from megatron_basp.atomic_files import read_json, write_json
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.reproduction.cases import Case
-from megatron_basp.reproduction.measured import Point, points, stands_for, why_not_emulated
+from megatron_basp.reproduction.measured import Point, nearest_share, points, stands_for, why_not_emulated
 
 # Nearer than that, another run would not be worth its minutes; a run counts up to `SHARE_TOLERANCE`.
 AIM = 0.02
-FIRST_MBIT, LEAST_MBIT, MOST_MBIT = 500.0, 10.0, 20000.0
+FIRST_MBIT, LEAST_MBIT, MOST_MBIT = 500, 10, 20000
 # Of two rates that differ by less, the second run would only repeat the first.
 SAME_RATE = 0.1
 
-type Bench = Callable[[int, bool, float], dict[str, Any]]
+type Bench = Callable[[int, bool, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,20 @@ def wanted_runs(targets: Mapping[Case, float], copies: Callable[[Case], bool]) -
     return list(found.values())
 
 
-def next_mbit(wanted: Wanted, found: Sequence[Point]) -> float | None:
+def next_mbit(wanted: Wanted, found: Sequence[Point]) -> int | None:
     """The rate to run at next, None where nothing nearer is to be had.
 
     The exchange takes a time in inverse proportion to the rate, and the rest of the step does not depend on it.
     """
     alike = [point for point in found if stands_for(point, wanted.case, wanted.copies_kv_heads)]
-    if not alike:
-        return FIRST_MBIT
-    nearest = min(alike, key=lambda point: abs(point.ulysses_share - wanted.share))
-    if abs(nearest.ulysses_share - wanted.share) <= AIM:
+    known = [point.link_mbit for point in alike if point.link_mbit is not None]
+    distance, nearest = nearest_share(wanted.case, wanted.copies_kv_heads, wanted.share, alike)
+    if nearest is None:
+        return None if known else FIRST_MBIT
+    if distance <= AIM or nearest.link_mbit is None or not nearest.ulysses_share:
         return None
-    assert nearest.link_mbit is not None
     odds = _odds(nearest.ulysses_share) / _odds(wanted.share)
     rate = round(min(max(nearest.link_mbit * odds, LEAST_MBIT), MOST_MBIT))
-    known = [point.link_mbit for point in alike if point.link_mbit is not None]
     return None if any(abs(rate / other - 1) < SAME_RATE for other in known) else rate
 
 
@@ -104,8 +103,8 @@ def measure(
             document = bench(one.case.micro_batch_size, one.copies_kv_heads, mbit)
             if not points([document]):
                 raise ConfigurationError(
-                    "--measure wants a link that packets cross, and the run's was modelled, or Ulysses and BASP are not "
-                    "in it: use a machine that allows network namespaces (megatron-basp bench train --help)"
+                    "--measure wants Ulysses and BASP over a link that packets cross, and this run has a modelled one "
+                    "or not both: use a machine that allows network namespaces (megatron-basp bench train --help)"
                 )
             runs.append(document)
             new += 1

@@ -1,4 +1,4 @@
-"""What runs of `megatron-basp bench train` say of a row; their document: `megatron_basp/emulated/results.py`. Pure.
+"""What runs of `megatron-basp bench train` say of a row; their document: `megatron_basp/emulated/results.py`.
 
 On the emulated cluster a small model stands for the row's, and the link is set so that Ulysses spends the same share
 of its step in the exchange as on the row's own cluster. What is kept is the batch, the number of ranks and whether
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron_basp.atomic_files import read_json
-from megatron_basp.errors import ConfigurationError
 from megatron_basp.model_spec import ModelSpec
 from megatron_basp.reproduction.cases import Case
 
@@ -47,8 +44,10 @@ class Point:
         return bool(self.document["shape"]["kv_heads"] < max(self.document["modes"]["basp"]["group_sizes"]))
 
     @property
-    def ulysses_share(self) -> float:
-        return float(self.rows["ulysses"]["exchange_share"])
+    def ulysses_share(self) -> float | None:
+        """None where it was not measured."""
+        share = self.rows["ulysses"]["exchange_share"]
+        return None if share is None else float(share)
 
     @property
     def place(self) -> str:
@@ -56,7 +55,9 @@ class Point:
         cluster, basp = self.document["cluster"], self.rows["basp"]
         nodes = f"{cluster['nodes']}x{cluster['ranks_per_node']}"
         link = nodes if self.link_mbit is None else f"{nodes}, {self.link_mbit:g} Mbit/s"
-        parts = [link, f"Ulysses' share {100 * self.ulysses_share:.1f} %"]
+        parts = [link, f"K = {', '.join(map(str, self.document['modes']['basp']['group_sizes']))}"]
+        if self.ulysses_share is not None:
+            parts.append(f"Ulysses' share {100 * self.ulysses_share:.1f} %")
         if basp["share_of_bound"] is not None:
             parts.append(f"{100 * basp['share_of_bound']:.0f} % of the bound")
         if self.document["compute"] == "sleep":
@@ -75,22 +76,8 @@ class Measured:
     note: str
 
 
-def read_document(file: Path) -> Mapping[str, Any]:
-    """A document of `bench train`.
-
-    Raises:
-        ConfigurationError: the file is not one.
-    """
-    try:
-        content = read_json(file)
-    except ValueError:
-        content = None
-    if not is_document(content):
-        raise ConfigurationError(f"{file} is no document that `megatron-basp bench train --out FILE` writes")
-    return content
-
-
 def is_document(content: Any) -> bool:
+    """Whether `bench train` wrote it."""
     needed = ("rows", "shape", "cluster", "modes", "link", "compute", "backend", "is_finished", "command", "date")
     return isinstance(content, dict) and all(key in content for key in needed)
 
@@ -117,13 +104,24 @@ def emulated(case: Case, copies_kv_heads: bool, share: float, found: Sequence[Po
     """
     if why := why_not_emulated(case):
         return why
-    alike = [point for point in found if stands_for(point, case, copies_kv_heads)]
-    nearest = min(alike, key=lambda point: abs(point.ulysses_share - share), default=None)
+    distance, nearest = nearest_share(case, copies_kv_heads, share, found)
     if nearest is None:
         return "not measured"
-    if abs(nearest.ulysses_share - share) > SHARE_TOLERANCE:
-        return f"not measured at a share of {100 * share:.0f} %; nearest {100 * nearest.ulysses_share:.0f} %"
+    if distance > SHARE_TOLERANCE:
+        return f"not measured at a share of {100 * share:.0f} %, the nearest is {100 * distance:.0f} points off"
     return Measured(figure(case, nearest), nearest, nearest.place)
+
+
+def nearest_share(
+    case: Case, copies_kv_heads: bool, share: float, found: Sequence[Point]
+) -> tuple[float, Point | None]:
+    """Of the runs that can stand for the row, the one with the nearest share, and how far it is."""
+    alike = [
+        (abs(point.ulysses_share - share), point)
+        for point in found
+        if point.ulysses_share is not None and stands_for(point, case, copies_kv_heads)
+    ]
+    return min(alike, key=lambda one: one[0], default=(float("inf"), None))
 
 
 def why_not_emulated(case: Case) -> str:
@@ -175,7 +173,8 @@ def figure(case: Case, point: Point) -> float | None:
         case "step_time_cut":
             return 1 - basp["step_milliseconds"] / ulysses["step_milliseconds"]
         case "exchange_share":
-            return float(point.rows[case.of]["exchange_share"])
+            share = point.rows[case.of]["exchange_share"]
+            return None if share is None else float(share)
         case "exchange_ratio":
             return _ratio(ulysses, basp, "exchange_milliseconds")
         case "memory_ratio":

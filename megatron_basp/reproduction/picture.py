@@ -48,14 +48,16 @@ def _panel(ax: Axes, rows: Sequence[Row], names: Sequence[str], title: str) -> N
             ax.plot(
                 [place] * 2, [unit * low, unit * high], color="0.6", linewidth=14, solid_capstyle="butt", alpha=0.6
             )
-            marker = "x" if row.case.inconsistent else "_"
+            marker = "x" if row.case.inconsistent else "_" if low == high else ""
             ax.plot([place], [unit * (low + high) / 2], marker, color="0.3", markersize=12)
-    ax.plot([], [], "_", color="0.3", markersize=12, label="paper (×: contradicts itself)")
+    ax.plot([], [], "_", color="0.3", markersize=12, label="paper (bar: a range; ×: contradicts itself)")
     for name, marker, colour, value_of in SERIES:
         values = [value_of(row) for row in rows]
         shown = [(place, unit * value) for place, value in enumerate(values) if value is not None]
         ax.plot([place for place, _ in shown], [v for _, v in shown], marker, color=colour, label=name)
-    ax.set_xticks(range(len(names)), names, rotation=40 if max(map(len, names)) > 5 else 0, ha="right")
+    ax.set_xticks(range(len(names)), names)
+    if max(map(len, names)) > 5:
+        ax.set_xticks(range(len(names)), names, rotation=40, ha="right")
     ax.set_title(title, fontsize=10)
     ax.grid(axis="y", alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)

@@ -29,11 +29,11 @@ def label(case: Case) -> str:
     """The first cell: model, and what tells the row from its neighbours."""
     words = case.model
     if case.table == "beyond":
-        words += f" on {case.cluster}"
+        words += f", {case.cluster}"
     if case.quantity == "exchange_share":
         words += f", {'Ulysses' if case.of == 'ulysses' else 'BASP'}"
     if case.quantity == "over_plain":
-        words += f", over plain flags, M = {case.micro_batches}"
+        words += ", over plain"
     return words
 
 
@@ -63,7 +63,9 @@ def figure(value: Figure | None, case: Case) -> str:
         return "–"
     if isinstance(value, tuple):
         return " to ".join(figure(end, case) for end in value)
-    return f"{100 * value:.1f} %" if case.quantity in SHARES else f"{value:.2f}×"
+    if case.quantity in SHARES:
+        return f"{100 * value:.1f} %"
+    return f"{value:.0f}×" if value >= 10 else f"{value:.2f}×"
 
 
 def _measured(measured: Measured | str | None, case: Case) -> str:
@@ -117,7 +119,9 @@ def sources(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def loss_line(losses: LossCurves) -> str:
+def loss_line(losses: LossCurves | None) -> str:
+    if losses is None:
+        return "Not measured."
     runs = ", ".join(losses.losses)
     return (
         f"{losses.steps} steps on real text, {runs}: the largest difference at any step is "
