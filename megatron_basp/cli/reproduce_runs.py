@@ -18,8 +18,7 @@ from megatron_basp.errors import ConfigurationError, RankFailed
 from megatron_basp.library import MODELS
 from megatron_basp.reproduction.cases import Case, Table
 from megatron_basp.reproduction.measure import measure, wanted_runs
-from megatron_basp.reproduction.modelled import ModelledCase
-from megatron_basp.reproduction.rows import copies_kv_heads, target_shares
+from megatron_basp.reproduction.modelled import model_cases
 
 BENCH = ["-m", "megatron_basp.cli.main", "bench", "train"]
 ON_GPUS = """
@@ -44,11 +43,10 @@ def measure_on_namespaces(tables: Sequence[Table], file: Path, compute: str) -> 
         if with_few_kv_heads:
             flags += ["--num-query-groups", "2"]
         sizes = ["--cluster", "2x4", "--link-mbit", str(mbit), "--link", "measured", "--compute", compute]
-        _run([*BENCH, *sizes, "--out", str(out), "--", *flags])
+        run_python([*BENCH, *sizes, "--out", str(out), "--", *flags])
         return read_json(out)
 
-    wanted = wanted_runs(target_shares(tables), lambda case: copies_kv_heads(ModelledCase(case)))
-    measure(wanted, file, {"cluster": "2x4", "compute": compute}, bench, _say)
+    measure(wanted_runs(model_cases(tables)), file, {"cluster": "2x4", "compute": compute}, bench, _say)
 
 
 def measure_on_gpus(tables: Sequence[Table], folder: Path) -> bool:
@@ -76,7 +74,7 @@ def measure_on_gpus(tables: Sequence[Table], folder: Path) -> bool:
         out = folder / "unfinished" / "train.json"
         try:
             # Megatron-FSDP refuses the 1 that Megatron asks for otherwise.
-            _run(
+            run_python(
                 [*torchrun, *BENCH, "--warm-up", "5", "--iterations", "30", "--out", str(out), "--", *flags],
                 CUDA_DEVICE_MAX_CONNECTIONS="8",
             )
@@ -91,12 +89,10 @@ def measure_on_gpus(tables: Sequence[Table], folder: Path) -> bool:
 def gpu_runs(tables: Sequence[Table], gpus: int) -> dict[str, list[str]]:
     """Megatron's flags by name, of each row that so many ranks can run, once."""
     found = {}
-    for table in tables:
-        for case in table.cases:
-            heads = ModelledCase(case).training.model.heads
-            if case.ranks >= gpus and heads % gpus == 0 and case.micro_batches == 1:
-                name = f"{case.model}-s{case.seq_length}-b{case.micro_batch_size}"
-                found[name] = [*_model_flags(case), *ON_GPUS.split()]
+    for case, modelled in model_cases(tables).items():
+        if case.ranks >= gpus and modelled.model.heads % gpus == 0 and case.micro_batches == 1:
+            name = f"{case.model}-s{case.seq_length}-b{case.micro_batch_size}"
+            found[name] = [*_model_flags(case), *ON_GPUS.split()]
     return found
 
 
@@ -113,8 +109,12 @@ def _model_flags(case: Case) -> list[str]:
     return [*words, "--recompute-activations"] if case.recompute == "full" else words
 
 
-def _run(words: Sequence[str], **environment: str) -> None:
-    """This Python with these words; what it says goes to the terminal, and nothing to stdout."""
+def run_python(words: Sequence[str], **environment: str) -> None:
+    """This Python with these words; what it says goes to the terminal, and nothing to stdout.
+
+    Raises:
+        ConfigurationError, RankFailed: by its exit code.
+    """
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, env=os.environ | environment)
     try:
         code = process.wait()

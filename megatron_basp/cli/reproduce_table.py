@@ -14,7 +14,7 @@ from megatron_basp.reproduction.loss import LossCurves
 from megatron_basp.reproduction.report import COLUMNS, LEGEND, by_table, loss_line, sources, with_notes
 from megatron_basp.reproduction.rows import Row
 
-WIDTH = 132  # less would cut figures
+WIDTH = 138  # less would cut figures
 
 
 def print_tables(rows: Sequence[Row], tables: Sequence[Table], losses: LossCurves | None, out: Path) -> None:

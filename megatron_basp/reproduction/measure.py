@@ -17,6 +17,7 @@ from megatron_basp.atomic_files import read_json, write_json
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.reproduction.cases import Case
 from megatron_basp.reproduction.measured import Point, nearest_share, points, stands_for, why_not_emulated
+from megatron_basp.reproduction.modelled import ModelledCase, target_shares
 
 # Nearer than that, another run would not be worth its minutes; a run counts up to `SHARE_TOLERANCE`.
 AIM = 0.02
@@ -41,12 +42,12 @@ class Wanted:
         return f"B={self.case.micro_batch_size}{copied}, share {100 * self.share:.1f} %"
 
 
-def wanted_runs(targets: Mapping[Case, float], copies: Callable[[Case], bool]) -> list[Wanted]:
+def wanted_runs(modelled: Mapping[Case, ModelledCase]) -> list[Wanted]:
     """One for each row that the emulated cluster can stand for, without repetitions."""
     found: dict[tuple[int, bool, float], Wanted] = {}
-    for case, share in targets.items():
+    for case, share in target_shares(modelled).items():
         if not why_not_emulated(case):
-            wanted = Wanted(case, copies(case), share)
+            wanted = Wanted(case, modelled[case].copies_kv_heads, share)
             found.setdefault((case.micro_batch_size, wanted.copies_kv_heads, round(share, 3)), wanted)
     return list(found.values())
 

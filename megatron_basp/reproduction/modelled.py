@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_basp.candidates import PlainFlags, fastest_plain, fits_memory
+from megatron_basp.cluster import ClusterSpec
 from megatron_basp.exchange_cost import OURS, ExchangeMethod
 from megatron_basp.library import named_cluster, named_model
+from megatron_basp.model_spec import ModelSpec
 from megatron_basp.paper_model import DEEPSPEED, Modes, model_modes
 from megatron_basp.plan import BatchPlan
-from megatron_basp.reproduction.cases import Case
+from megatron_basp.reproduction.cases import Case, Table
 from megatron_basp.training_spec import Parallelism, TrainingSpec
 from megatron_basp.verdict import RESOLVED_SHARE
 
@@ -22,6 +25,8 @@ class ModelledCase:
     """A row's run on its cluster, sharded over all ranks as ZeRO-3 does, by Ulysses and by BASP."""
 
     case: Case
+    model: ModelSpec
+    cluster: ClusterSpec
 
     @cached_property
     def training(self) -> TrainingSpec:
@@ -30,8 +35,8 @@ class ModelledCase:
             context_parallel_size=case.ranks, sharding="optim_grads_params", recompute=case.recompute
         )
         return TrainingSpec(
-            named_model(case.model),
-            named_cluster(case.cluster),
+            self.model,
+            self.cluster,
             parallelism,
             case.seq_length,
             case.micro_batch_size,
@@ -46,6 +51,11 @@ class ModelledCase:
     @cached_property
     def plain(self) -> PlainFlags | None:
         return fastest_plain(self.training, METHODS[self.case.exchange])
+
+    @property
+    def copies_kv_heads(self) -> bool:
+        """Whether groups are larger than there are key-value heads."""
+        return self.model.kv_heads < max(self.plan.group_sizes)
 
     @property
     def plan(self) -> BatchPlan:
@@ -99,3 +109,29 @@ class ModelledCase:
 
     def _over(self, plain: PlainFlags) -> float:
         return plain.cost.step_seconds / self.modes.basp.step_seconds
+
+
+def model_cases(tables: Sequence[Table]) -> dict[Case, ModelledCase]:
+    """Every row, in order.
+
+    Raises:
+        ConfigurationError: a model or cluster is not known.
+    """
+    cases = [case for table in tables for case in table.cases]
+    models = {name: named_model(name) for name in dict.fromkeys(case.model for case in cases)}
+    clusters = {name: named_cluster(name) for name in dict.fromkeys(case.cluster for case in cases)}
+    return {case: ModelledCase(case, models[case.model], clusters[case.cluster]) for case in cases}
+
+
+def target_shares(modelled: Mapping[Case, ModelledCase]) -> dict[Case, float]:
+    """Of each row, what of Ulysses' step the exchange takes on its cluster: the paper's figure, else the modelled."""
+    published = {
+        _run_of(case): case.paper
+        for case in modelled
+        if case.quantity == "exchange_share" and case.of == "ulysses" and isinstance(case.paper, float)
+    }
+    return {case: published.get(_run_of(case)) or one.modes.ulysses.exchange_share for case, one in modelled.items()}
+
+
+def _run_of(case: Case) -> tuple[object, ...]:
+    return (case.model, case.cluster, case.ranks, case.seq_length, case.micro_batch_size, case.exchange)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_basp.plan import BatchPlan
 from megatron_basp.reproduction.cases import Case, Table
 from megatron_basp.reproduction.measured import Measured, Point, emulated, on_gpus
-from megatron_basp.reproduction.modelled import ModelledCase
+from megatron_basp.reproduction.modelled import ModelledCase, model_cases, target_shares
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,6 @@ class Row:
         return None if isinstance(self.emulated, str) else self.emulated.value
 
 
-def target_shares(tables: Sequence[Table]) -> dict[Case, float]:
-    """Of each row, what of Ulysses' step the exchange takes on its cluster: the paper's figure, else the modelled."""
-    cases = [case for table in tables for case in table.cases]
-    published = {
-        _run_of(case): case.paper
-        for case in cases
-        if case.quantity == "exchange_share" and case.of == "ulysses" and isinstance(case.paper, float)
-    }
-    return {case: published.get(_run_of(case)) or ModelledCase(case).modes.ulysses.exchange_share for case in cases}
-
-
-def _run_of(case: Case) -> tuple[Any, ...]:
-    return (case.model, case.cluster, case.ranks, case.seq_length, case.micro_batch_size, case.exchange)
-
-
-def copies_kv_heads(modelled: ModelledCase) -> bool:
-    return modelled.training.model.kv_heads < max(modelled.plan.group_sizes)
-
-
 def rows(tables: Sequence[Table], on_emulated: Sequence[Point], on_real: Sequence[Point]) -> list[Row]:
     """All rows.
 
@@ -107,15 +88,13 @@ def rows(tables: Sequence[Table], on_emulated: Sequence[Point], on_real: Sequenc
     Raises:
         ConfigurationError: a row has no plan, or its model or cluster is not known.
     """
-    found = []
-    for case, share in target_shares(tables).items():
-        modelled = ModelledCase(case)
-        found.append(
-            Row(
-                case,
-                modelled,
-                emulated(case, copies_kv_heads(modelled), share, on_emulated),
-                on_gpus(case, modelled.training.model, on_real),
-            )
+    modelled = model_cases(tables)
+    return [
+        Row(
+            case,
+            modelled[case],
+            emulated(case, modelled[case].copies_kv_heads, share, on_emulated),
+            on_gpus(case, modelled[case].model, on_real),
         )
-    return found
+        for case, share in target_shares(modelled).items()
+    ]
