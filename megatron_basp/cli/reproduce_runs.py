@@ -37,12 +37,21 @@ def measure_on_namespaces(tables: Sequence[Table], file: Path, compute: str) -> 
     """
     scratch = file.with_suffix(".runs")
 
-    def bench(micro_batch_size: int, with_few_kv_heads: bool, mbit: int) -> dict[str, Any]:
+    def bench(micro_batch_size: int, with_few_kv_heads: bool, rates: Sequence[int]) -> dict[str, Any]:
         out = scratch / "train.json"
         flags = ["--micro-batch-size", str(micro_batch_size)]
         if with_few_kv_heads:
             flags += ["--num-query-groups", "2"]
-        sizes = ["--cluster", "2x4", "--link-mbit", str(mbit), "--link", "measured", "--compute", compute]
+        sizes = [
+            "--cluster",
+            "2x4",
+            "--link-mbit",
+            ",".join(map(str, rates)),
+            "--link",
+            "measured",
+            "--compute",
+            compute,
+        ]
         run_python([*BENCH, *sizes, "--out", str(out), "--", *flags])
         return read_json(out)
 

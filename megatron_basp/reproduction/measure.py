@@ -1,8 +1,8 @@
 """Run `megatron-basp bench train` on the emulated cluster for all rows, and go on where an earlier run was stopped.
 
-The link's rate at which Ulysses spends a wanted share of its step in the exchange is not known beforehand: at each
-rate that was run its share is measured, and the next rate follows from the nearest. One run stands for all rows that
-want about its share.
+The link's rate at which Ulysses spends a wanted share of its step in the exchange is not known beforehand. The first
+run sweeps over some rates; the rates of the next follow from the shares that were measured, for all rows of one batch
+together, since starting a run takes longer than a few steps of it. One rate stands for all rows that want its share.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megatron_basp.reproduction.modelled import ModelledCase, target_shares
 
 # Nearer than that, another run would not be worth its minutes; a run counts up to `SHARE_TOLERANCE`.
 AIM = 0.02
-FIRST_MBIT, LEAST_MBIT, MOST_MBIT = 500, 10, 20000
+SWEEP, LEAST_MBIT, MOST_MBIT = (100, 200, 400, 800), 10, 20000
 # Of two rates that differ by less, the second run would only repeat the first.
 SAME_RATE = 0.1
 
-type Bench = Callable[[int, bool, int], dict[str, Any]]
+type Bench = Callable[[int, bool, Sequence[int]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run that rows ask for: with this batch, Ulysses' share of the exchange, and fewer key-value heads than K."""
+    """What a row asks for: its batch, Ulysses' share of the exchange, and whether there are fewer KV heads than K."""
 
     case: Case
     copies_kv_heads: bool
     share: float
 
     @property
-    def name(self) -> str:
-        copied = ", Hkv < K" if self.copies_kv_heads else ""
-        return f"B={self.case.micro_batch_size}{copied}, share {100 * self.share:.1f} %"
+    def batch(self) -> tuple[int, bool]:
+        """What one run measures together."""
+        return self.case.micro_batch_size, self.copies_kv_heads
 
 
 def wanted_runs(modelled: Mapping[Case, ModelledCase]) -> list[Wanted]:
@@ -52,21 +52,40 @@ def wanted_runs(modelled: Mapping[Case, ModelledCase]) -> list[Wanted]:
     return list(found.values())
 
 
-def next_mbit(wanted: Wanted, found: Sequence[Point]) -> int | None:
-    """The rate to run at next, None where nothing nearer is to be had.
+def next_mbits(wanted: Sequence[Wanted], found: Sequence[Point]) -> list[int]:
+    """The rates to run at next for one batch; none where nothing nearer is to be had.
 
-    The exchange takes a time in inverse proportion to the rate, and the rest of the step does not depend on it.
+    The exchange takes a time in inverse proportion to the rate. Another batch's run says where to begin: with its
+    size the exchange grows, and what else is in a step does, but for a pause.
     """
-    alike = [point for point in found if stands_for(point, wanted.case, wanted.copies_kv_heads)]
-    known = [point.link_mbit for point in alike if point.link_mbit is not None]
-    distance, nearest = nearest_share(wanted.case, wanted.copies_kv_heads, wanted.share, alike)
-    if nearest is None:
-        return None if known else FIRST_MBIT
-    if distance <= AIM or nearest.link_mbit is None or not nearest.ulysses_share:
-        return None
-    odds = _odds(nearest.ulysses_share) / _odds(wanted.share)
-    rate = round(min(max(nearest.link_mbit * odds, LEAST_MBIT), MOST_MBIT))
-    return None if any(abs(rate / other - 1) < SAME_RATE for other in known) else rate
+    if not any(point.ulysses_share for point in found):
+        return list(SWEEP)
+    rates: list[int] = []
+    for one in wanted:
+        alike = [point for point in found if stands_for(point, one.case, one.copies_kv_heads)]
+        distance, nearest = nearest_share(one.case, one.copies_kv_heads, one.share, alike)
+        if distance <= AIM:
+            continue
+        known = [point.link_mbit for point in alike if point.link_mbit]
+        rate = round(min(max(_rate(one, nearest or _nearest_batch(one, found)), LEAST_MBIT), MOST_MBIT))
+        if all(abs(rate / other - 1) >= SAME_RATE for other in [*known, *rates]):
+            rates.append(rate)
+    return rates
+
+
+def _rate(wanted: Wanted, point: Point) -> float:
+    """Of the link for the wanted share, by what was measured at another."""
+    assert point.ulysses_share and point.link_mbit
+    grows = wanted.case.micro_batch_size / point.micro_batch_size if point.document["compute"] == "sleep" else 1
+    return point.link_mbit * grows * _odds(point.ulysses_share) / _odds(wanted.share)
+
+
+def _nearest_batch(wanted: Wanted, found: Sequence[Point]) -> Point:
+    def distance(point: Point) -> tuple[float, float]:
+        size = abs(point.micro_batch_size - wanted.case.micro_batch_size)
+        return size, abs((point.ulysses_share or 0) - wanted.share)
+
+    return min((point for point in found if point.ulysses_share), key=distance)
 
 
 def _odds(share: float) -> float:
@@ -79,7 +98,7 @@ def measure(
     """Run what is missing in `file`, and write it after each run.
 
     Args:
-        wanted: in the order in which to run.
+        wanted: what rows ask for, those of one batch together.
         file: what an interrupted call wrote is gone on with, if its settings were the same; a finished one's is not.
         settings: what all runs have in common; kept in the file.
         bench: runs at (B, fewer key-value heads than K, Mbit/s) and returns the document of `bench train`.
@@ -88,20 +107,23 @@ def measure(
     Raises:
         ConfigurationError: the link is only modelled on this machine.
     """
-    wanted = list(wanted)
+    batches: dict[tuple[int, bool], list[Wanted]] = {}
+    for one in wanted:
+        batches.setdefault(one.batch, []).append(one)
     earlier = read_json(file)
     goes_on = earlier is not None and not earlier["is_finished"] and earlier["settings"] == settings
     runs = list(earlier["runs"]) if goes_on else []
     if goes_on:
         say(f"going on with {len(runs)} runs of {file}")
     start, new = time.monotonic(), 0
-    for number, one in enumerate(wanted):
-        while (mbit := next_mbit(one, points(runs))) is not None:
+    for number, ((micro_batch_size, copies_kv_heads), of_batch) in enumerate(batches.items()):
+        while rates := next_mbits(of_batch, points(runs)):
+            name = f"B={micro_batch_size}{', Hkv < K' if copies_kv_heads else ''}"
             left = ""
             if new:
-                left = f", about {_minutes((time.monotonic() - start) / new * (len(wanted) - number))} left"
-            say(f"[{number + 1}/{len(wanted)}] {one.name}: {mbit:g} Mbit/s{left}")
-            document = bench(one.case.micro_batch_size, one.copies_kv_heads, mbit)
+                left = f", about {_minutes((time.monotonic() - start) / new * (len(batches) - number))} left"
+            say(f"[{number + 1}/{len(batches)}] {name}: {', '.join(map(str, rates))} Mbit/s{left}")
+            document = bench(micro_batch_size, copies_kv_heads, rates)
             if not points([document]):
                 raise ConfigurationError(
                     "--measure wants Ulysses and BASP over a link that packets cross, and this run has a modelled one "

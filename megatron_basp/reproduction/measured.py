@@ -171,7 +171,7 @@ def figure(case: Case, point: Point) -> float | None:
         case "speedup":
             return _ratio(ulysses, basp, "step_milliseconds")
         case "step_time_cut":
-            return 1 - basp["step_milliseconds"] / ulysses["step_milliseconds"]
+            return 1 - float(basp["step_milliseconds"]) / float(ulysses["step_milliseconds"])
         case "exchange_share":
             share = point.rows[case.of]["exchange_share"]
             return None if share is None else float(share)
@@ -184,4 +184,4 @@ def figure(case: Case, point: Point) -> float | None:
 
 
 def _ratio(above: Mapping[str, Any], below: Mapping[str, Any], key: str) -> float | None:
-    return above[key] / below[key] if above.get(key) and below.get(key) else None
+    return float(above[key]) / float(below[key]) if above.get(key) and below.get(key) else None

@@ -215,6 +215,15 @@ def test_measured_figures_keep_their_column_date_and_command() -> None:
     assert "not measured" not in markdown([row], tables)
 
 
+def test_made_up_documents_have_the_columns_of_real_ones() -> None:
+    results = pytest.importorskip("megatron_basp.emulated.results")
+    turns = [results.Turn(mode, 500, 1.0, 0.1, 8.0, 100) for mode in results.MODES]
+    real = results.rows(turns, dict.fromkeys(results.MODES, 0), {"link": "measured", "compute": "real"})
+    assert [row["mode"] for row in real] == [row["mode"] for row in bench_document()["rows"]]
+    for row in bench_document()["rows"]:
+        assert row.keys() <= real[0].keys()
+
+
 # The command.
 
 
