@@ -42,17 +42,8 @@ def measure_on_namespaces(tables: Sequence[Table], file: Path, compute: str) -> 
         flags = ["--micro-batch-size", str(micro_batch_size)]
         if with_few_kv_heads:
             flags += ["--num-query-groups", "2"]
-        sizes = [
-            "--cluster",
-            "2x4",
-            "--link-mbit",
-            ",".join(map(str, rates)),
-            "--link",
-            "measured",
-            "--compute",
-            compute,
-        ]
-        run_python([*BENCH, *sizes, "--out", str(out), "--", *flags])
+        cluster = ["--cluster", "2x4", "--link", "measured", "--link-mbit", ",".join(map(str, rates))]
+        run_python([*BENCH, *cluster, "--compute", compute, "--out", str(out), "--", *flags])
         return read_json(out)
 
     measure(wanted_runs(model_cases(tables)), file, {"cluster": "2x4", "compute": compute}, bench, _say)
