@@ -18,6 +18,7 @@ from megatron_basp.errors import ConfigurationError, RankFailed
 from megatron_basp.library import MODELS
 from megatron_basp.reproduction.cases import Case, Table
 from megatron_basp.reproduction.measure import measure, wanted_runs
+from megatron_basp.reproduction.measured import PAPER_RANKS
 from megatron_basp.reproduction.modelled import model_cases
 
 BENCH = ["-m", "megatron_basp.cli.main", "bench", "train"]
@@ -56,9 +57,9 @@ def measure_on_gpus(tables: Sequence[Table], folder: Path) -> bool:
     """
     import torch
 
-    gpus = torch.cuda.device_count()
+    gpus = min(torch.cuda.device_count(), PAPER_RANKS)
     if gpus < 2:
-        _say(f"{gpus} GPUs here, and an exchange takes two: their column is not measured")
+        _say(f"GPUs here: {gpus}, and an exchange takes two: their column is not measured")
         return False
     runs = gpu_runs(tables, gpus)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,10 +88,10 @@ def measure_on_gpus(tables: Sequence[Table], folder: Path) -> bool:
 
 
 def gpu_runs(tables: Sequence[Table], gpus: int) -> dict[str, list[str]]:
-    """Megatron's flags by name, of each row that so many ranks can run, once."""
+    """Megatron's flags by name, of each row of the paper's size, once; those whose heads so many ranks can share."""
     found = {}
     for case, modelled in model_cases(tables).items():
-        if case.ranks >= gpus and modelled.model.heads % gpus == 0 and case.micro_batches == 1:
+        if case.ranks == PAPER_RANKS and modelled.model.heads % gpus == 0 and case.micro_batches == 1:
             name = f"{case.model}-s{case.seq_length}-b{case.micro_batch_size}"
             found[name] = [*_model_flags(case), *ON_GPUS.split()]
     return found

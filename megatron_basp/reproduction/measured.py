@@ -14,7 +14,7 @@ from typing import Any
 from megatron_basp.model_spec import ModelSpec
 from megatron_basp.reproduction.cases import Case
 
-EMULATED_RANKS = 8  # 2 nodes of 4, as the paper's
+PAPER_RANKS = 8  # 2 nodes of 4; the emulated cluster has the same
 # How far Ulysses' share of the exchange may be from the row's, in points, for a run to stand for it.
 SHARE_TOLERANCE = 0.05
 
@@ -126,13 +126,13 @@ def nearest_share(
 
 def why_not_emulated(case: Case) -> str:
     """Empty where the emulated cluster can stand for the row."""
-    if case.ranks != EMULATED_RANKS:
-        return f"more than the {EMULATED_RANKS} ranks of the emulated cluster"
+    if case.ranks != PAPER_RANKS:
+        return f"more than the {PAPER_RANKS} ranks of the emulated cluster"
     if "2x4" not in case.cluster:
         return "the emulated cluster has two nodes"
     if case.quantity == "memory_ratio":
         return "a CPU's processes do not show it"
-    if case.quantity == "over_plain" and (case.micro_batches > 1 or EMULATED_RANKS % case.micro_batch_size):
+    if case.quantity == "over_plain" and (case.micro_batches > 1 or PAPER_RANKS % case.micro_batch_size):
         return "not measured"
     return ""
 
@@ -146,7 +146,10 @@ def stands_for(point: Point, case: Case, copies_kv_heads: bool) -> bool:
 
 
 def on_gpus(case: Case, model: ModelSpec, found: Sequence[Point]) -> Measured | None:
-    """The run of the row's own model and batch, over as many ranks; else over most of them, and the note says so."""
+    """The run of the row's own model and batch, over as many ranks.
+
+    A row of the paper's size may take one over fewer, and the note says so; a larger one is about its number of ranks.
+    """
     shape = {
         "layers": model.layers,
         "heads": model.heads,
@@ -156,7 +159,11 @@ def on_gpus(case: Case, model: ModelSpec, found: Sequence[Point]) -> Measured | 
         "micro_batch_size": case.micro_batch_size,
         "micro_batches": case.micro_batches,
     }
-    alike = [point for point in found if shape.items() <= dict(point.document["shape"]).items()]
+    alike = [
+        point
+        for point in found
+        if shape.items() <= dict(point.document["shape"]).items() and case.ranks in (point.ranks, PAPER_RANKS)
+    ]
     point = max(alike, key=lambda point: (point.ranks == case.ranks, point.ranks), default=None)
     if point is None:
         return None

@@ -197,6 +197,7 @@ def test_gpus_run_the_rows_own_model_and_other_numbers_of_ranks_are_said() -> No
     measured = on_gpus(case, model, points([fewer]))
     assert measured is not None and "N = 4" in measured.note
     assert on_gpus(replace(case, micro_batch_size=4), model, points([own])) is None
+    assert on_gpus(replace(case, ranks=64), model, points([own])) is None
     assert on_gpus(case, named_model("llama3.2-1b"), points([own])) is None
 
 
