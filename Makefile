@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := setup
-.PHONY: help setup demo bench bench-gpu test test-all test-te test-gpu test-versions cost-model support-table simulate \
-	lint format lock clean
+.PHONY: help setup demo bench bench-gpu test test-all test-te test-gpu test-versions cost-model results support-table \
+	simulate lint format lock clean
 
 BIN := .venv/bin
 
@@ -41,6 +41,9 @@ test-versions: setup ## hooks and small runs with each Megatron release, and wit
 
 cost-model: setup ## write the tables of docs/cost-model.md anew and draw its figure: modelled beside published
 	@$(BIN)/python -m scripts.figures.cost_model
+
+results: setup ## write the tables of docs/results.md anew and draw its figure: published, modelled, measured
+	@$(BIN)/python -m scripts.figures.results
 
 support-table: setup ## write the README's table of features anew from the tests that show them
 	@$(BIN)/python -m tests.support_table

@@ -107,7 +107,7 @@ def compare_plans(training: TrainingSpec, group_size: int | None = None, method:
         candidates=tuple(sorted(found.values(), key=lambda one: one.cost.step_seconds)),
         chosen=found[chosen_plan],
         ulysses=ulysses,
-        plain=_fastest_plain(training, method),
+        plain=fastest_plain(training, method),
         equivalent=_equivalent(training, chosen_plan, method),
         refused={size: why for size in divisors(ranks) if (why := _why_not(training, size))},
     )
@@ -154,7 +154,8 @@ def plain_runs(training: TrainingSpec, method: ExchangeMethod = OURS) -> Iterato
                 yield plain
 
 
-def _fastest_plain(training: TrainingSpec, method: ExchangeMethod) -> PlainFlags | None:
+def fastest_plain(training: TrainingSpec, method: ExchangeMethod) -> PlainFlags | None:
+    """The fastest run of stock Megatron over the same devices and samples that fits the memory."""
     fitting = (plain for plain in plain_runs(training, method) if fits_memory(training, plain.cost))
     return min(fitting, key=lambda plain: plain.cost.step_seconds, default=None)
 

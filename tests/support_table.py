@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.figures.page import with_part
+
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- support table: made by `make support-table` -->", "<!-- end of the support table -->"
 FOLDERS = ("distributed", "end_to_end")  # what `make test` and `make test-all` run
@@ -56,9 +58,7 @@ def table() -> str:
 
 def readme_with_table(readme: str) -> str:
     """The README with today's table in place of the one between the marks."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return with_part(readme, BEGIN, END, table())
 
 
 if __name__ == "__main__":

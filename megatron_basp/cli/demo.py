@@ -10,10 +10,11 @@ import contextlib
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_basp.cli.demo_kept import Kept, Step, StepLog
+from megatron_basp.cli.demo_result import DemoResult, ModeResult
 from megatron_basp.cli.loading import load_megatron
 from megatron_basp.cli.progress import step_progress, terminal
 from megatron_basp.errors import ConfigurationError
@@ -31,48 +32,19 @@ LEARNING_RATE, MICRO_BATCHES, HELD_OUT_BATCHES = 3e-3, 2, 8
 DESCRIPTION = """
 Train a small Llama-style GPT on real text through Megatron's pretrain(), three ways: on 1 rank without parallelism,
 with Ulysses and with BASP on N ranks. Shows that the losses are the same and how many bytes each sent. Runs on the
-CPU, in about two minutes on 2 cores. Results: a table, OUT/result.json and OUT/losses.png.
+CPU, in about two minutes on 2 cores. Results: a table, OUT/result.json, OUT/losses.csv and OUT/losses.png.
+
+With --save-interval each run keeps Megatron's checkpoints in OUT/checkpoints; after Ctrl-C, or worse, the same command
+goes on from the last one, and runs that have ended are not run again.
 """
+EPILOG = """
+examples:
+  megatron-basp demo
+  megatron-basp demo --iterations 800 --save-interval 50 --out runs/loss-800     losses as in docs/results.md
+  megatron-basp demo --micro-batch-size 3 --text book.txt
 
-
-@dataclass
-class ModeResult:
-    """What one run gave.
-
-    step_seconds: median of the steps after the first.
-    bytes_sent_per_rank_per_step: by the ledger, in the exchanges of attention.
-    group_sizes: K of each wave.
-    """
-
-    losses: list[float]
-    grad_norms: list[float]
-    step_seconds: float
-    bytes_sent_per_rank_per_step: int
-    group_sizes: list[int]
-    held_out_loss_before: float
-    held_out_loss_after: float
-
-
-@dataclass
-class DemoResult:
-    """All of it: `OUT/result.json`, and the document of --json. Modes that did not run are missing."""
-
-    settings: dict[str, Any]
-    plan: list[dict[str, int]]
-    modes: dict[str, ModeResult] = field(default_factory=dict)
-
-    def difference(self, mode: str) -> float:
-        """The largest difference of a step's loss from the reference's."""
-        pairs = zip(self.modes[mode].losses, self.modes["reference"].losses, strict=True)
-        return max(abs(a - b) for a, b in pairs)
-
-    def as_document(self) -> dict[str, Any]:
-        document = {"settings": self.settings, "plan": self.plan}
-        document |= {mode: asdict(result) for mode, result in self.modes.items()}
-        compared = [mode for mode in self.modes if mode != "reference"]
-        if compared:
-            document["max_loss_difference"] = max(self.difference(mode) for mode in compared)
-        return document
+exit status: 0; 1 a mode's losses are not the reference's, or a rank failed; 2 bad input (one line on stderr).
+"""
 
 
 def add_parser(subcommands: Any) -> None:
@@ -80,6 +52,7 @@ def add_parser(subcommands: Any) -> None:
         "demo",
         help="train the same small model three ways on the CPU and compare",
         description=DESCRIPTION,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -97,6 +70,9 @@ def add_parser(subcommands: Any) -> None:
         help="plain text or .jsonl (default: Python's standard library)",
     )
     parser.add_argument(
+        "--save-interval", type=int, metavar="N", help="keep a checkpoint every N steps to go on from (default: none)"
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="results (default runs/demo)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
@@ -111,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
             "iterations": options.iterations,
             "micro_batch_size": options.micro_batch_size,
             "ranks": options.ranks,
+            "text": f"text of {len(options.text)} files" if options.text else "text of Python's standard library",
         },
         plan=[{"rows": len(wave.rows), "group_size": wave.group_size} for wave in plan.waves],
     )
@@ -128,8 +105,15 @@ def _train_all(result: DemoResult, options: argparse.Namespace, plan: BatchPlan)
     # What is compared here is computed on the CPU, also where there is a GPU.
     load_megatron()
     dataset = _prepare_text(options)
+    kept = Kept(options.out / "checkpoints", options.save_interval) if options.save_interval else None
+    if kept:
+        training = {"flags": _megatron_flags(options, dataset), "ranks": options.ranks, "tokens": dataset.tokens}
+        kept.begin(training)
     for mode in MODES:
-        result.modes[mode] = _train(mode, options, dataset, plan)
+        earlier = kept.result(mode) if kept else None
+        result.modes[mode] = ModeResult(**earlier) if earlier else _train(mode, options, dataset, plan, kept)
+        if kept and not earlier:
+            kept.keep_result(mode, result.modes[mode])
         _write(result, options.out)
 
 
@@ -142,6 +126,8 @@ def _check(options: argparse.Namespace) -> BatchPlan:
             f"H % N must be 0 for Ulysses, and N above 1, got H={HEADS} heads and --ranks {options.ranks}: use one of "
             f"{usable}"
         )
+    if options.save_interval is not None and options.save_interval < 1:
+        raise ConfigurationError(f"--save-interval must be 1 or more, got {options.save_interval}")
     if options.micro_batch_size < 1:
         raise ConfigurationError(f"--micro-batch-size must be 1 or more, got {options.micro_batch_size}")
     for file in options.text or ():
@@ -169,7 +155,9 @@ def _prepare_text(options: argparse.Namespace) -> TextDataset:
     return dataset
 
 
-def _train(mode: str, options: argparse.Namespace, dataset: TextDataset, plan: BatchPlan) -> ModeResult:
+def _train(
+    mode: str, options: argparse.Namespace, dataset: TextDataset, plan: BatchPlan, kept: Kept | None
+) -> ModeResult:
     from megatron_basp.local_ranks import run_ranks
     from megatron_basp.megatron import pretrain_gpt  # noqa: F401  (imported once, before the ranks are forked)
 
@@ -177,34 +165,42 @@ def _train(mode: str, options: argparse.Namespace, dataset: TextDataset, plan: B
     flags = _megatron_flags(options, dataset)
     if mode != "reference":
         flags += f"--sequence-parallel-mode {mode} --context-parallel-size {ranks}".split()
+    if kept:
+        flags += kept.flags(mode)
+        if kept.saved_step(mode):
+            _say(f"{mode}: going on from step {kept.saved_step(mode)}")
+    # Before the ranks are forked: where one is missing, it is said here.
+    logs = [kept.steps(mode, rank) if kept else None for rank in range(ranks)]
     with terminal() as stderr:
         reports = run_ranks(
-            lambda rank: _train_on_rank(rank, mode, flags, options.iterations, stderr),
+            lambda rank: _train_on_rank(rank, mode, flags, options.iterations, stderr, logs[rank]),
             ranks,
             options.out / "logs" / mode,
         )
-    record: Record = reports[-1][0]
+    steps, held_out_loss_after = reports[-1]
     return ModeResult(
-        losses=record.losses,
-        grad_norms=record.grad_norms,
-        step_seconds=statistics.median(record.step_seconds[1:]),
-        bytes_sent_per_rank_per_step=max(sent for _, sent in reports),
+        losses=[step.loss for step in steps],
+        grad_norms=[step.grad_norm for step in steps],
+        step_seconds=statistics.median(step.seconds for step in steps[1:]),
+        bytes_sent_per_rank_per_step=max(of_rank[-1].sent_bytes for of_rank, _ in reports),
         group_sizes={
             "reference": [1],
             "ulysses": [ranks],
             "basp": [wave.group_size for wave in plan.waves],
         }[mode],
-        held_out_loss_before=record.held_out_losses[0],
-        held_out_loss_after=record.held_out_losses[-1],
+        held_out_loss_before=steps[0].held_out_loss,
+        held_out_loss_after=held_out_loss_after,
     )
 
 
-def _train_on_rank(rank: int, mode: str, flags: list[str], iterations: int, stderr: int) -> tuple[Record, int]:
-    """In a forked rank: the record, and the bytes that a step sent."""
+def _train_on_rank(
+    rank: int, mode: str, flags: list[str], iterations: int, stderr: int, log: StepLog | None
+) -> tuple[list[Step], float]:
+    """In a forked rank: all steps, those before a restart too, and the held-out loss after them."""
     from megatron_basp.megatron import pretrain_gpt
     from megatron_basp.megatron.recorder import record_training
 
-    sent_bytes: list[int] = []
+    sent_bytes = [0]
     if mode != "reference":
         from megatron_basp.megatron import hooks
 
@@ -213,11 +209,21 @@ def _train_on_rank(rank: int, mode: str, flags: list[str], iterations: int, stde
                 sent_bytes.append(page.sent_bytes_to_peer.total())
 
         hooks.install().steps.readers.append(read)
-    with step_progress(stderr, rank, f"{mode:>9}", iterations) as advance:
-        record = record_training(lambda record, model: advance(record))
+    steps = list(log.earlier) if log else []
+    with step_progress(stderr, rank, f"{mode:>9}", iterations, len(steps)) as advance:
+
+        def after_step(record: Record, model: Any) -> None:
+            before = steps[0].held_out_loss if steps else record.held_out_losses[0]
+            step = Step(record.losses[-1], record.grad_norms[-1], record.step_seconds[-1], sent_bytes[-1], before)
+            steps.append(step)
+            if log:
+                log.append(step)
+            advance(record)
+
+        record = record_training(after_step)
         sys.argv = ["pretrain_gpt", *flags]
         pretrain_gpt.main()
-    return record, sent_bytes[-1] if sent_bytes else 0
+    return steps, record.held_out_losses[-1]
 
 
 def _megatron_flags(options: argparse.Namespace, dataset: TextDataset) -> list[str]:
@@ -253,8 +259,10 @@ def _write(result: DemoResult, out: Path) -> None:
 def _show(result: DemoResult, options: argparse.Namespace) -> None:
     if not result.modes:
         return
-    from megatron_basp.cli.demo_report import draw_losses, print_table
+    from megatron_basp.cli.demo_report import curves, draw_losses, print_table
+    from megatron_basp.reproduction.loss import write_losses
 
+    write_losses(curves(result), options.out / "losses.csv")
     draw_losses(result, options.out / "losses.png")
     if options.json:
         print(json.dumps(result.as_document()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,8 +12,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_basp.reproduction.loss import LossCurves
+from megatron_basp.version import __version__
+
 if TYPE_CHECKING:
-    from megatron_basp.cli.demo import DemoResult
+    from megatron_basp.cli.demo_result import DemoResult
+
+COMMAND = ("iterations", "micro_batch_size", "ranks")
 
 
 def print_table(result: DemoResult, out: Path) -> None:
@@ -36,6 +44,24 @@ def print_table(result: DemoResult, out: Path) -> None:
         f"machine's cores, where sending is a copy in memory: they say nothing about a cluster. Results: "
         f"{out / 'result.json'}, {out / 'losses.png'}; logs: {out / 'logs'}",
         highlight=False,
+    )
+
+
+def curves(result: DemoResult) -> LossCurves:
+    """The losses of the runs that finished, with the command that makes them again from the same text."""
+    settings = result.settings
+    flags = " ".join(f"--{name.replace('_', '-')} {settings[name]}" for name in COMMAND)
+    versions = {
+        "megatron_basp": __version__,
+        "megatron-core": version("megatron-core"),
+        "torch": version("torch"),
+        "Python": platform.python_version(),
+    }
+    made_with = [f"{name} {found}" for name, found in versions.items()]
+    return LossCurves(
+        f"megatron-basp demo {flags}",
+        ", ".join([date.today().isoformat(), *made_with, settings["text"]]),
+        {mode: run.losses for mode, run in result.modes.items()},
     )
 
 

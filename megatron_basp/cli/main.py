@@ -9,7 +9,7 @@ from importlib import import_module
 from megatron_basp import __version__
 from megatron_basp.errors import ConfigurationError, RankFailed
 
-SUBCOMMANDS = ("demo", "verify", "plan", "bench")
+SUBCOMMANDS = ("demo", "verify", "plan", "bench", "reproduce")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,13 +22,18 @@ def terminal() -> Iterator[int]:
 
 
 @contextmanager
-def step_progress(terminal: int, rank: int, name: str, steps: int) -> Iterator[Callable[[Record], None]]:
-    """In a rank: a bar of training steps, which rank 0 shows; yields what is to be called after each."""
+def step_progress(
+    terminal: int, rank: int, name: str, steps: int, done: int = 0
+) -> Iterator[Callable[[Record], None]]:
+    """In a rank: a bar of training steps, which rank 0 shows; yields what is to be called after each. `done`: those
+    before a restart."""
     from tqdm import tqdm
 
     with (
         os.fdopen(os.dup(terminal), "w") as stderr,
-        tqdm(total=steps, desc=name, unit="step", file=stderr, disable=rank != 0, mininterval=0.5) as progress,
+        tqdm(
+            total=steps, initial=done, desc=name, unit="step", file=stderr, disable=rank != 0, mininterval=0.5
+        ) as progress,
     ):
 
         def advance(record: Record) -> None:

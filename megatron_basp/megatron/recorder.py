@@ -60,7 +60,12 @@ def record_training(after_step: Callable[[Record, Any], None] = lambda record, m
     def evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def evaluate(forward_step_func: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            consumed = get_args().consumed_valid_samples
             result = original(forward_step_func, held_out.replayed(data_iterator), *args, **kwargs)
+            # So that a run that goes on from a checkpoint takes the same batches, too.
+            get_args().consumed_valid_samples = consumed
             if "lm loss" in result[0]:
                 record.held_out_losses.append(result[0]["lm loss"].item())
             return result

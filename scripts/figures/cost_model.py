@@ -15,6 +15,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from scripts.figures.page import with_part
 from scripts.figures.published import Group, Row, groups
 
 PAGE = Path(__file__).parents[2] / "docs" / "cost-model.md"
@@ -34,10 +35,7 @@ def main() -> None:
 
 def page_with_tables(page: str, found: Sequence[Group]) -> str:
     """The page with today's tables in place of those between the marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    tables = "\n\n".join([summary(found), misses(found), *map(table, found)])
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+    return with_part(page, BEGIN, END, "\n\n".join([summary(found), misses(found), *map(table, found)]))
 
 
 def summary(found: Sequence[Group]) -> str:

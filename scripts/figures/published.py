@@ -11,21 +11,16 @@ import yaml
 
 from megatron_basp.arithmetic_cost import arithmetic_of, attention_flops_per_second
 from megatron_basp.cluster import ClusterSpec, cluster_from_mapping
-from megatron_basp.cost_model import StepCost, exchange_model, exchanges_per_layer, step_cost
-from megatron_basp.exchange_cost import AttentionShape, ExchangeMethod, ExchangeModel
+from megatron_basp.cost_model import exchange_model, exchanges_per_layer, step_cost
+from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
 from megatron_basp.library import CLUSTERS, named_model
 from megatron_basp.model_spec import ModelSpec, model_from_flags
+from megatron_basp.paper_model import DEEPSPEED, SEPARATE, Modes, model_modes, ulysses_plan
 from megatron_basp.parallel_cost import ring
 from megatron_basp.placement import Placement
-from megatron_basp.plan import BatchPlan, plan_batch, plan_of_counts
 from megatron_basp.training_spec import Parallelism, TrainingSpec
 
 ROWS = Path(__file__).parents[2] / "docs" / "validation.yaml"
-# q, k, v and the output, each exchanged by itself, packed before and unpacked after: DeepSpeed's `single_all_to_all`
-# (deepspeed/sequence/layer.py) where the batch comes first, and much the same in Transformer Engine.
-SEPARATE = ExchangeMethod(collectives=4, query_key_value_passes=2, output_passes=2)
-# In the paper's training run ranks also wait for one another: fitted to its ratio of 3.10 alone.
-DEEPSPEED = replace(SEPARATE, wait_seconds=140e-6)
 MEBIBYTE = 2**20
 
 
@@ -157,11 +152,6 @@ def _training(cluster: ClusterSpec, case: Mapping[str, Any]) -> TrainingSpec:
     )
 
 
-def _ulysses(training: TrainingSpec) -> BatchPlan:
-    rows, ranks = training.micro_batch_size, training.parallelism.context_parallel_size
-    return plan_of_counts((training.seq_length,) * rows, ranks, {ranks: rows})
-
-
 def all_to_all(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
     gpus = case["gpus"]
     sent = case["mebibytes"] * MEBIBYTE * (gpus - 1) / gpus
@@ -205,14 +195,14 @@ def flexsp_share(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
     """As many sequences as make `tokens` on a GPU; at least one."""
     case = {**case, "micro_batch": max(1, case["tokens"] * case["cp"] // case["seq"])}
     training = _training(cluster, case)
-    exchange = exchange_model(training, SEPARATE).of_plan(_ulysses(training)).seconds
+    exchange = exchange_model(training, SEPARATE).of_plan(ulysses_plan(training)).seconds
     exchange *= exchanges_per_layer(training) * case["model"].layers
     return exchange / (exchange + arithmetic_of(training).stage_seconds(case["model"].layers))
 
 
 def mfu(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
     training, model, length = _training(cluster, case), case["model"], case["seq"]
-    seconds = step_cost(training, _ulysses(training)).step_seconds
+    seconds = step_cost(training, ulysses_plan(training)).step_seconds
     parameters = model.parameters + length * model.hidden  # its embedding of positions
     flops = 6 * parameters * length + 12 * model.layers * model.hidden * length**2
     samples = case["micro_batch"] * case["micro_batches"]
@@ -221,38 +211,31 @@ def mfu(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
 
 def step(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
     training = _training(cluster, case)
-    return 1e3 * step_cost(training, _ulysses(training), SEPARATE).step_seconds
+    return 1e3 * step_cost(training, ulysses_plan(training), SEPARATE).step_seconds
 
 
 def memory(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
     training = _training(cluster, case)
-    cost = step_cost(training, _ulysses(training), SEPARATE).memory
+    cost = step_cost(training, ulysses_plan(training), SEPARATE).memory
     return (cost.total_bytes - cost.reserved_bytes) / 2**30
 
 
-def _paper(cluster: ClusterSpec, case: Mapping[str, Any]) -> dict[str, StepCost]:
-    training = _training(cluster, case)
-    cost_of = exchange_model(training, DEEPSPEED).cost_of(training.seq_length)
-    lengths = (training.seq_length,) * training.micro_batch_size
-    chosen = plan_batch(lengths, training.parallelism.context_parallel_size, training.limits, cost_of)
-    return {
-        name: step_cost(training, plan, DEEPSPEED)
-        for name, plan in (("Ulysses", _ulysses(training)), ("BASP", chosen))
-    }
+def _paper(cluster: ClusterSpec, case: Mapping[str, Any]) -> Modes:
+    return model_modes(_training(cluster, case), DEEPSPEED)
 
 
 def paper_share(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
-    return _paper(cluster, case)[case["plan"]].exchange_share
+    found = _paper(cluster, case)
+    return {"Ulysses": found.ulysses, "BASP": found.basp}[case["plan"]].exchange_share
 
 
 def paper_ratio(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
     found = _paper(cluster, case)
-    return found["Ulysses"].exchange_seconds / found["BASP"].exchange_seconds
+    return found.ulysses.exchange_seconds / found.basp.exchange_seconds
 
 
 def paper_speed_up(cluster: ClusterSpec, case: Mapping[str, Any]) -> float:
-    found = _paper(cluster, case)
-    return found["Ulysses"].step_seconds / found["BASP"].step_seconds
+    return _paper(cluster, case).speedup
 
 
 def _arithmetic_by_constants(case: Mapping[str, Any]) -> float:

@@ -160,6 +160,31 @@ def test_an_interrupted_demo_leaves_no_process_behind(demo_folder: Path, signals
     process.communicate()
 
 
+@pytest.mark.slow
+def test_a_killed_demo_goes_on_from_its_last_checkpoint_as_if_nothing_had_been(demo_folder: Path) -> None:
+    command = ["--iterations", "5", "--save-interval", "2", "--micro-batch-size", "3"]
+    whole, killed = (demo(demo_folder, *command, "--out", str(demo_folder / name)) for name in ("whole", "killed"))
+    assert run(*whole, cwd=demo_folder).returncode == 0
+    checkpoints = demo_folder / "killed" / "checkpoints" / "ulysses"
+    process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not (checkpoints / "latest_checkpointed_iteration.txt").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait(timeout=30)
+    done = run(*killed, cwd=demo_folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ulysses: going on from step 2" in done.stderr and "reference: " not in done.stderr
+    expected, found = (json.loads((demo_folder / name / "result.json").read_text()) for name in ("whole", "killed"))
+    for mode in ("reference", "ulysses", "basp"):
+        for result in (expected[mode], found[mode]):
+            result.pop("step_seconds")
+    assert found == expected
+    rows = (demo_folder / "killed" / "losses.csv").read_text().splitlines()
+    assert rows[1:] == (demo_folder / "whole" / "losses.csv").read_text().splitlines()[1:] and len(rows) == 3 + 5
+
+
 def group_is_alive(process_group: int) -> bool:
     try:
         os.killpg(process_group, 0)
