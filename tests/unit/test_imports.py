@@ -23,6 +23,7 @@ PURE = [
     "ledger",
     "ledger_file",
     "plan",
+    "run_config",
     "search",
     "verdict",
     "text_files",
