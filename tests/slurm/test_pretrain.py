@@ -90,9 +90,10 @@ class Job:
         self.cluster.wait(f"the end of job {self.id}", has_ended, 600)
 
     def start_next_turn(self) -> None:
-        """SLURM holds a job that was requeued back for two minutes."""
+        """SLURM holds a job that was requeued back for two minutes. Some seconds have to pass: a turn that starts in
+        the second in which the one before was ended is taken for that one, and killed."""
         self.cluster.wait("it is requeued", lambda: self.cluster.state(self.id) == "PENDING", 120)
-        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+5")
 
 
 @pytest.fixture(scope="module")
