@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := setup
-.PHONY: help setup demo bench bench-gpu test test-all test-te test-gpu test-versions cost-model results support-table \
-	simulate lint format lock clean
+.PHONY: help setup demo bench bench-gpu test test-all test-te test-gpu test-slurm test-versions cost-model results \
+	support-table simulate lint format lock clean
 
 BIN := .venv/bin
 
@@ -35,6 +35,10 @@ test-gpu: setup ## what needs a GPU: Transformer Engine's kernels, in .venv-te; 
 
 bench-gpu: setup ## the packing kernels' share of copy bandwidth, on one GPU; ARGS="--json"
 	@$(BIN)/python scripts/bench/kernels_on_gpu.py $(ARGS)
+
+# Debian: apt-get install slurm-wlm munge shellcheck; as root. The tests start daemons of their own, and end them.
+test-slurm: setup ## jobs on a small SLURM on this machine: killed, requeued, resumed; some minutes
+	$(BIN)/pytest tests/slurm $(ARGS)
 
 test-versions: setup ## hooks and small runs with each Megatron release, and with checkouts: MEGATRON="path path"
 	@$(BIN)/python -m tests.versions $(MEGATRON) $(if $(ARGS),-- $(ARGS))

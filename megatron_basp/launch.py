@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 -m megatron_basp.launch pretrain_gpt.py --sequence-parallel-mode basp \\
         --context-parallel-size 8 --micro-batch-size 2 …
+    torchrun --nproc-per-node 8 -m megatron_basp.launch --config configs/train/llama3.1-8b-16k.yaml pretrain_gpt.py …
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +29,10 @@ examples:
   torchrun --nproc-per-node 4 -m megatron_basp.launch --cpu -m megatron_basp.megatron.pretrain_gpt \\
       --sequence-parallel-mode basp --context-parallel-size 4 --micro-batch-size 2 [Megatron's flags]
 
+  # flags from YAML files, of which a later one wins, and the command line over all; the resolved command is printed
+  torchrun --nproc-per-node 8 -m megatron_basp.launch --config configs/train/llama3.1-8b-16k.yaml \\
+      --config data.yaml Megatron-LM/pretrain_gpt.py --train-iters 1000
+
 The flags themselves are explained by SCRIPT --help, in the group "sequence parallelism by groups".
 """
 
@@ -36,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         script = _prepare(options)
-        sys.argv = [script, *options.arguments[1:]]
+        sys.argv = [script, *_configured(options), *options.arguments[1:]]
         if options.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
@@ -48,13 +54,21 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_basp.launch",
-        usage="torchrun … -m megatron_basp.launch [-h] [--cpu] [-m] SCRIPT [Megatron's flags]",
+        usage="torchrun … -m megatron_basp.launch [-h] [--cpu] [--config FILE …] [-m] SCRIPT [Megatron's flags]",
         description="Run a Megatron training script, unmodified, with --sequence-parallel-mode registered.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--cpu", action="store_true", help="run without CUDA, over gloo (tests, demos, laptops)")
+    parser.add_argument(
+        "--config",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="YAML whose keys are Megatron's flags, as in configs/train; may be repeated, a later one wins",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="SCRIPT [flags]", help="the script and its flags"
@@ -89,6 +103,22 @@ def _prepare(options: argparse.Namespace) -> str:
         tried = SUPPORTED[megatron_minor()]
         print(f"> megatron_basp: Megatron-Core {megatron_version()} from {root}, tried with {tried}", flush=True)
     return script
+
+
+def _configured(options: argparse.Namespace) -> list[str]:
+    """What the layers say, in words of a command line; rank 0 prints the whole command. With the hooks in."""
+    if not options.config:
+        return []
+    from megatron_basp.megatron.command_line import flag_parser
+    from megatron_basp.megatron.config_flags import config_words
+    from megatron_basp.run_config import load_config
+
+    words = config_words(load_config(options.config).settings, flag_parser(), options.arguments[1:])
+    if os.environ.get("RANK", "0") == "0":
+        switches = ["--cpu"] * options.cpu + ["-m"] * options.module
+        command = ["-m", "megatron_basp.launch", *switches, options.arguments[0], *words, *options.arguments[1:]]
+        print(f"> megatron_basp: python {shlex.join(command)}", flush=True)
+    return words
 
 
 def megatron_root() -> Path:

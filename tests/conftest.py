@@ -15,7 +15,7 @@ settings.load_profile("megatron_basp")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Seconds first: a mistake in a plan shows before a training run starts."""
-    order = ["unit", "distributed", "versions", "end_to_end", "transformer_engine"]
+    order = ["unit", "distributed", "versions", "end_to_end", "transformer_engine", "slurm"]
     items.sort(key=lambda item: order.index(item.path.parent.name))
 
 

@@ -15,6 +15,14 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"Megatron's flags: {message}")
 
 
+def flag_parser() -> argparse.ArgumentParser:
+    """Megatron's parser with the modes' flags, whether the hooks are in or not; its `error` raises."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False))
+    return parser if "--sequence-parallel-mode" in parser._option_string_actions else add_arguments(parser)
+
+
 class CommandLine:
     """Flags with their values, in the order in which they were given.
 
@@ -23,9 +31,7 @@ class CommandLine:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        from megatron.training.arguments import add_megatron_arguments
-
-        self._parser = add_arguments(add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False)))
+        self._parser = flag_parser()
         self._flags: list[tuple[str, list[str]]] = []
         for word in words:
             flag, equals, value = word.partition("=")

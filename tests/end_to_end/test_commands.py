@@ -26,13 +26,18 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_torchrun_trains_with_an_unmodified_script_and_writes_what_each_rank_sent(
+def test_torchrun_trains_with_an_unmodified_script_as_a_file_says_and_writes_what_each_rank_sent(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    flags = [*MODEL.split(), *TRAINING.split(), *trainer.data_flags, *BASP.split(), "--basp-ledger", "sent.jsonl"]
-    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *LAUNCH, SCRIPT, *flags]
-    done = run(*torchrun, cwd=tmp_path)
+    (tmp_path / "base.yaml").write_text("micro-batch-size: 5\nsequence-parallel-mode: basp\nbasp-ledger: sent.jsonl\n")
+    top = "include: base.yaml\ngroup-query-attention: true\nnum-query-groups: 4\nposition-embedding-type: rope\n"
+    (tmp_path / "run.yaml").write_text(f"{top}micro-batch-size: 3\n")
+    flags = [*MODEL.split(), *TRAINING.split(), *trainer.data_flags, "--context-parallel-size", "2"]
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *LAUNCH]
+    done = run(*torchrun, "--config", "run.yaml", SCRIPT, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+    [resolved] = [line for line in done.stdout.splitlines() if "megatron_basp: python -m megatron_basp.launch" in line]
+    assert "--micro-batch-size 3" in resolved and "--micro-batch-size 5" not in resolved
     assert "> megatron_basp: Megatron-Core 0." in done.stdout
     assert "sequences at K = 2" in done.stdout
     assert "iteration       10/      10" in done.stdout

@@ -30,6 +30,7 @@ PURE = [
     "reproduction.measure",
     "reproduction.modelled",
     "reproduction.report",
+    "run_config",
     "search",
     "verdict",
     "text_files",
