@@ -167,7 +167,7 @@ def test_without_exchange_a_rank_attends_with_its_share_of_heads_to_whole_sequen
     assert plan.group_sizes == (2, 4)
     seen, pieces, start = [], [], 0
     for index, share in enumerate(plan.shares(1)):
-        where = ExchangeGroup(None, share.tokens_per_rank, Ledger(), 1, index)  # type: ignore[arg-type]
+        where = ExchangeGroup(None, None, share.tokens_per_rank, Ledger(), 1, index)  # type: ignore[arg-type]
         pieces.append(Piece(share, slice(start, start + share.tokens), where, 0, 1))
         start += share.tokens
 
