@@ -39,9 +39,9 @@ def count(case, rank, groups):
     ledger, on_the_wire = Ledger(), Counter()
 
     def watched(received, sent, received_rows, sent_rows, group, async_op):
-        assert sent.is_contiguous() and sent.dim() == 2
+        assert sent.is_contiguous()
         on_the_wire["calls"] += 1
-        on_the_wire["bytes"] += (len(sent) - sent_rows[group.rank()]) * sent.shape[1] * sent.element_size()
+        on_the_wire["bytes"] += sent[: len(sent) - sent_rows[group.rank()]].numel() * sent.element_size()
         return all_to_all_single(received, sent, received_rows, sent_rows, group=group, async_op=async_op)
 
     all_to_all_single = dist.all_to_all_single
@@ -133,7 +133,8 @@ def test_peers_are_those_of_the_groups_and_get_equal_parts(counted, name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_ledger_holds_what_went_over_the_wire(counted, name):
     for _, page, on_the_wire in counted[name]:
-        assert sum(page.collectives.values()) == on_the_wire["calls"]
+        # The output travels by itself, and q, k and v together: over gloo in an operation for each.
+        assert 2 * sum(page.collectives.values()) == on_the_wire["calls"]
         assert sum(page.sent_bytes.values()) == sum(page.sent_bytes_to_peer.values()) == on_the_wire["bytes"]
 
 

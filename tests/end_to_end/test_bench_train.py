@@ -23,8 +23,8 @@ MODES = ["ulysses", "basp", "reflagged", "no_exchange"]
 FLAGS = "--seq-length 128 --num-attention-heads 4 --num-query-groups 2 --kv-channels 16"
 # What connections send beside what ranks do: acknowledgements of packets out of turn are longer than others.
 NOTHING = 2000
-# Gloo's own, of each message; two layers send q, k and v, the output, and the gradients of both.
-HEADERS, COLLECTIVES = 3 * 48, 2 * 4
+# Gloo's own, of each message; two layers send q, k, v and the output, and the gradients of all four.
+HEADERS, MESSAGES = 3 * 48, 2 * 8
 
 
 def measured_in_a_box(trainer: Trainer, cluster: tuple[int, int], rows: int) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_counters_ledger_and_formula_agree_and_losses_are_the_same(trainer: Trai
         assert rows[mode]["formula_bytes_per_step"] == rows[mode]["ledger_bytes_per_step"] == 0
     if rows["ulysses"]["bytes_by"] == "counters":
         counted = {mode: row["across_node_exchange_bytes_per_step"] for mode, row in rows.items()}
-        assert abs(counted["ulysses"] - expected - HEADERS * COLLECTIVES * 2) <= NOTHING
+        assert abs(counted["ulysses"] - expected - HEADERS * MESSAGES * 2) <= NOTHING
         assert all(abs(counted[mode]) <= NOTHING for mode in MODES[1:])
     assert rows["basp"]["max_loss_difference"] <= 2e-6 and rows["reflagged"]["max_loss_difference"] <= 2e-6
     assert rows["ulysses"]["exchange_share"] > 0 == rows["basp"]["exchange_share"]
@@ -104,7 +104,7 @@ def test_three_sequences_on_two_nodes_of_two(tmp_path: Path, link: str) -> None:
         formula = row["formula_bytes_per_step"]
         assert row["ledger_bytes_per_step"] == formula
         # Each of two ranks of a node has a message for each of the other's, if there is any.
-        headers = HEADERS * COLLECTIVES * 8 if formula and link == "measured" else 0
+        headers = HEADERS * MESSAGES * 8 if formula and link == "measured" else 0
         assert abs(row["across_node_exchange_bytes_per_step"] - formula - headers) <= NOTHING
         assert row["max_loss_difference"] is None or row["max_loss_difference"] <= 2e-6
     ulysses, basp = rows[0], rows[1]

@@ -54,7 +54,7 @@ def test_attention_without_its_exchange_is_refused_in_the_first_step(trainer: Tr
 
         from megatron_basp import overlap
 
-        def keep(tensors: list[Any], where: Any, operation: str, direction: str) -> SimpleNamespace:
+        def keep(tensors: list[Any], where: Any, *others: Any) -> SimpleNamespace:
             own = [x[:, : max(1, x.shape[1] // where.size)].repeat(where.size, 1, 1) for x in tensors]
             return SimpleNamespace(arrived=lambda: own)
 
@@ -135,7 +135,8 @@ def test_a_group_that_is_too_small_fails(trainer: Trainer) -> None:
 
         def with_halved_groups(*arguments: object) -> object:
             groups = create(*arguments)
-            return replace(groups, by_size={**groups.by_size, 4: groups.by_size[2]})
+            by_size = {**groups.by_size, 4: groups.by_size[2]}
+            return replace(groups, by_size=by_size, transports={**groups.transports, 4: groups.transports[2]})
 
         start_up.create_sequence_groups = with_halved_groups
 
