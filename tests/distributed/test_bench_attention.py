@@ -153,6 +153,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert_refused(["bench", "attention", *flags], message, tmp_path, monkeypatch, capsys)
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_keeps_what_it_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_basp.cli.main", "bench", "attention"]
     shapes = [f"llama3.2-1b:{length}" for length in range(16, 800, 4)]  # more than it gets to

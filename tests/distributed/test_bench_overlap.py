@@ -30,6 +30,7 @@ def document():
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_crosses_takes_as_long_as_the_link_allows(document):
     # q, k, v and the output forward, their gradients backward; half of each goes to the other node, of 2 ranks.
@@ -40,6 +41,7 @@ def test_what_crosses_takes_as_long_as_the_link_allows(document):
     assert all(row["exchange_milliseconds"] > least - bursts > 0 for row in document["rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_rows_are_of_one_and_three_sequences_in_one_two_and_four_parts(document):
     assert [(row["sequences"], row["chunks"]) for row in document["rows"]] == [
@@ -48,6 +50,7 @@ def test_rows_are_of_one_and_three_sequences_in_one_two_and_four_parts(document)
     assert document["compute"] == "sleep" and document["versions"].keys() == {"python", "torch", "linux"}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_attention_takes_what_was_asked_for_and_the_hidden_share_follows_from_the_times(document):
     for row in document["rows"]:

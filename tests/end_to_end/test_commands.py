@@ -71,6 +71,7 @@ def test_a_launcher_without_a_script_says_so(tmp_path: Path, arguments: list[str
     assert done.stderr.startswith(f"megatron_basp: error: {message}")
 
 
+@pytest.mark.slow
 def test_two_megatrons_on_the_path_are_refused(tmp_path: Path) -> None:
     """`megatron` is a namespace package: a folder that has `megatron.training` alone takes that from another place."""
     other = tmp_path / "other" / "megatron" / "training"
@@ -122,7 +123,7 @@ def test_the_demo_prints_one_document_with_equal_losses_and_fewer_bytes(demo_fol
         (["--micro-batch-size", "-1"], "--micro-batch-size must be 1 or more, got -1"),
         (["--ranks", "1"], "--ranks 1: use one of [2, 4, 8]"),
         (["--ranks", "3"], "--ranks 3: use one of [2, 4, 8]"),
-        (["--out", "/proc/demo"], "/proc/demo"),
+        pytest.param(["--out", "/proc/demo"], "/proc/demo", marks=pytest.mark.slow),
         (["--iterations", "1"], "--iterations must be 2 or more"),
     ],
 )
@@ -135,13 +136,14 @@ def test_a_demo_that_cannot_be_exits_with_2_and_one_line(
     assert len(said) == 1 and message in said[0] and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_text_of_too_few_lines_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one line")
     done = run(*demo(tmp_path), cwd=tmp_path)
     assert done.returncode == 2 and "the text makes 1 documents, which leaves none to hold out" in done.stderr
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGKILL]])
+@pytest.mark.parametrize("signals", [[signal.SIGINT], pytest.param([signal.SIGKILL], marks=pytest.mark.slow)])
 def test_an_interrupted_demo_leaves_no_process_behind(demo_folder: Path, signals: list[signal.Signals]) -> None:
     """Ctrl-C, which the terminal sends to the whole group; and a kill of the parent alone."""
     command = demo(demo_folder, "--iterations", "100000")

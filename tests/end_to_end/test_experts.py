@@ -68,7 +68,11 @@ def test_experts_balanced_by_a_bias_train_as_one_rank(trainer: Trainer) -> None:
 )
 @pytest.mark.parametrize(
     ("dispatcher", "ranks", "expert_parallel", "rows", "mask"),
-    [("allgather", 2, 2, 3, ""), ("alltoall", 4, 2, 3, "uneven"), ("alltoall", 4, 4, 6, "")],
+    [
+        ("allgather", 2, 2, 3, ""),
+        ("alltoall", 4, 2, 3, "uneven"),
+        pytest.param("alltoall", 4, 4, 6, "", marks=pytest.mark.slow),
+    ],
 )
 def test_expert_parallel_ranks_train_as_data_parallel_ones(
     trainer: Trainer, dispatcher: str, ranks: int, expert_parallel: int, rows: int, mask: str

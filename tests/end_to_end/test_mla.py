@@ -44,6 +44,7 @@ def test_multi_latent_attention_under_tensor_parallelism_trains_as_without_conte
     assert_same_training(trainer.planned(f"{flags} {cp(2)}", ranks=4), trainer.stock(flags, ranks=2))
 
 
+@pytest.mark.slow
 @pytest.mark.supports("Training", "selective recompute of multi-latent attention's up-projections")
 def test_recomputed_up_projections_train_as_kept_ones(trainer: Trainer) -> None:
     flags = f"{MLA} {PLAIN} {batch(3)}"

@@ -37,7 +37,7 @@ def test_four_ranks_predict_several_tokens_as_one_does(trainer: Trainer, depth: 
 @pytest.mark.supports(
     "Models", "multi-token prediction with uneven loss masks; with and without `--calculate-per-token-loss`"
 )
-@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
+@pytest.mark.parametrize("per_token", ["", pytest.param("--calculate-per-token-loss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mask", ["uneven", pytest.param("one token", marks=pytest.mark.slow)])
 def test_loss_masks_that_differ_between_sequences_keep_the_objective_of_each_depth(
     trainer: Trainer, mask: str, per_token: str
@@ -90,6 +90,7 @@ def test_tensor_parallel_ranks_predict_several_tokens_also_at_evaluation_with_an
     assert_same_training(run, trainer.stock(flags, ranks=2))
 
 
+@pytest.mark.slow
 @pytest.mark.supports("Models", "multi-token prediction with experts and `aux_loss`")
 def test_experts_of_the_predicting_layers_are_balanced_over_the_same_tokens(trainer: Trainer) -> None:
     flags = (

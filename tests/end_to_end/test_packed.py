@@ -140,7 +140,7 @@ def test_documents_of_a_row_are_kept_apart(trainer: Trainer, rows: int) -> None:
 
 
 @pytest.mark.supports("Data and loss", "supervised fine-tuning on packed conversations (`--sft`)")
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_fine_tuning_on_packed_conversations(trainer: Trainer, sft: str, rows: int) -> None:
     assert_same_as_by_document(trainer, f"{GQA} {ROPE} {batch(rows)} {sft}")
 

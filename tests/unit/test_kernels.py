@@ -113,7 +113,9 @@ def test_a_cpu_needs_no_triton() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("file", ["kernels_interpreted.py", "kernels_compiled.py"])
+@pytest.mark.parametrize(
+    "file", ["kernels_interpreted.py", pytest.param("kernels_compiled.py", marks=pytest.mark.slow)]
+)
 def test_the_triton_kernel(file: str, tmp_path: Path) -> None:
     """In a process of its own: Triton reads at import whether it interprets, and its driver is one for a process."""
     pytest.importorskip("triton")
