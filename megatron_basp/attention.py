@@ -134,7 +134,8 @@ class BaspAttention(torch.nn.Module):
             self._pieces_of, self._pieces = plan, self._make_pieces(plan)
         kernels = [self._kernel(piece, documents) for piece in self._pieces]
         if not self.exchanges:
-            assert rotary is None
+            if rotary is not None:
+                raise ValueError(f"layer {self.layer}: nothing is packed under this plan, so that nothing is rotated")
             return self._attend_alone(kernels[0], len(self._pieces[0].share.rows), query, key, value)
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         output = attend(self._pieces, kernels, query, key, value, self.softmax_offset, rotary)

@@ -16,7 +16,7 @@ q and k while they are packed and, transposed, to their gradients while these ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -192,7 +192,7 @@ class _ToHeads:
             return parts
         rotated = [parts[index] for index in self._rotary.rotated]
         targets = [x.new_empty(1, *x.shape) for x in rotated]
-        pack_heads(rotated, targets, self._rotary.of(piece.tokens))
+        pack_heads(rotated, targets, replace(self._rotary.of(piece.tokens), rotated=tuple(range(len(rotated)))))
         for index, target in zip(self._rotary.rotated, targets, strict=True):
             parts[index] = target[0]
         return parts

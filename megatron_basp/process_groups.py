@@ -44,6 +44,8 @@ class SequenceGroups:
 
     def destroy(self) -> None:
         """Give the communicators back, but for the CP group, which is Megatron's to destroy."""
+        for transport in self.transports.values():
+            transport.close()
         for group in self.own:
             dist.destroy_process_group(group)
 

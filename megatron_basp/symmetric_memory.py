@@ -9,8 +9,10 @@ gradients of q, k and v are copied into the ring first, a pass that NCCL does wi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -56,7 +58,7 @@ class SymmetricMemory:
     Args:
         side: where its kernels run; the same for all groups of a process.
         capacity_bytes: of what is sent and not received yet; the ring is longer by what alignment takes.
-        device: where the ring is. Making it is collective over the group.
+        device: where the ring is.
     """
 
     def __init__(self, group: dist.ProcessGroup, side: SideStream, capacity_bytes: int, device: torch.device) -> None:
@@ -64,7 +66,17 @@ class SymmetricMemory:
 
         self._group, self._side, self._next = group, side, 0
         self._ring = _symmetric_memory.empty(2 * _aligned(capacity_bytes), dtype=torch.uint8, device=device)
-        _symmetric_memory.rendezvous(self._ring, group)
+
+    def connect(self) -> None:
+        """Make the ring known to the group, whose ranks all call this once, before anything is exchanged."""
+        from torch.distributed import _symmetric_memory
+
+        _symmetric_memory.rendezvous(self._ring, self._group)
+
+    def close(self) -> None:
+        """Let the ring go, while its group is still there."""
+        self._side.join()
+        self._ring = self._ring[:0].clone()
 
     def empty(self, like: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Raises: ValueError: they are more than the ring was made for."""
@@ -134,72 +146,95 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def probe(groups: Mapping[int, dist.ProcessGroup], inside_a_domain: Mapping[int, bool]) -> dict[int, str]:
-    """Why each K of this rank cannot use it; K that can are left out. Collective over the world, with the same result
-    on all ranks.
+@dataclass(frozen=True)
+class Wanted:
+    """What groups of one K need.
 
-    Args:
-        groups: by K, as in `SequenceGroups.by_size`.
-        inside_a_domain: by K, whether fast links join all ranks of each group of that size.
+    capacity_bytes: see `SymmetricMemory`.
+    part_bytes: what a rank sends to one other, of each tensor, in every exchange there will be.
+    inside_a_domain: whether fast links join all ranks of each group of that size.
     """
-    missing = _missing()
-    reasons = {
-        size: missing
-        or (None if inside_a_domain[size] else "its ranks are not all joined by fast links")
-        or (f"K ≤ {MOST_RANKS} is what the kernel takes" if size > MOST_RANKS else None)
-        for size in groups
-    }
-    side = None
-    for size in sorted(groups):
-        # Agreed upon before a trial, which takes all ranks of a group.
-        if reason := _first_of_all(reasons[size]):
-            reasons[size] = reason
-            continue
-        side = side or SideStream()
-        reasons[size] = _first_of_all(_trial(groups[size], side))
-    return {size: reason for size, reason in reasons.items() if reason is not None}
+
+    group: dist.ProcessGroup
+    capacity_bytes: int
+    part_bytes: frozenset[int]
+    inside_a_domain: bool
 
 
-def _missing() -> str | None:
+def open_where_possible(wanted: Mapping[int, Wanted]) -> tuple[dict[int, SymmetricMemory], dict[int, str]]:
+    """By K, the transport where it works, and why not where it does not; the same K on all ranks. Collective over the
+    world: each step that can fail on one rank is agreed upon before the next, which waits for all. (A rendezvous that
+    fails on one rank alone leaves the others waiting for torch's timeout.)"""
+    opened, reasons = {}, {}
+    side = functools.cache(SideStream)  # one for all, if any
+    for size in sorted(wanted):
+        try:
+            opened[size] = _open(wanted[size], side)
+        except _Refused as refused:
+            reasons[size] = str(refused)
+    return opened, reasons
+
+
+class _Refused(Exception):
+    """Why symmetric memory cannot be used."""
+
+
+def _open(needs: Wanted, side: Callable[[], SideStream]) -> SymmetricMemory:
+    def make() -> SymmetricMemory:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return SymmetricMemory(needs.group, side(), needs.capacity_bytes, device)
+
+    _together(lambda: _check(needs))
+    memory = _together(make)
+    _together(memory.connect)
+    _together(lambda: _try_out(memory, needs.group))
+    return memory
+
+
+def _together[Result](step: Callable[[], Result]) -> Result:
+    """What it gives here, unless it failed on some rank of the world: then all are refused, for the first's reason."""
+    result, reason = None, None
+    try:
+        result = step()
+    except (_Refused, RuntimeError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    for reason in reasons:
+        if reason is not None:
+            raise _Refused(reason)
+    return result  # type: ignore[return-value]
+
+
+def _check(needs: Wanted) -> None:
+    if not needs.inside_a_domain:
+        raise _Refused("its ranks are not all joined by fast links")
+    if needs.group.size() > MOST_RANKS:
+        raise _Refused(f"K ≤ {MOST_RANKS} is what the kernel takes")
+    if odd := [size for size in sorted(needs.part_bytes) if size % ALIGNMENT_BYTES]:
+        raise _Refused(f"parts of {odd[0]} bytes are no multiple of {ALIGNMENT_BYTES}")
+    _set_backend()
+
+
+def _set_backend() -> None:
     if "nccl" not in dist.get_backend():
-        return f"it needs NCCL, and the backend is {dist.get_backend()}"
+        raise _Refused(f"it needs NCCL, and the backend is {dist.get_backend()}")
     from torch.distributed import _symmetric_memory
 
     if not hasattr(_symmetric_memory, "all_to_all_nd"):
-        return f"torch {torch.__version__} has no all_to_all_nd"
-    try:
-        _symmetric_memory.set_backend("NCCL")
-    except RuntimeError as error:
-        return f"torch does not use NCCL's symmetric memory: {_line(error)}"
-    return None
+        raise _Refused(f"torch {torch.__version__} has no all_to_all_nd")
+    _symmetric_memory.set_backend("NCCL")
 
 
-def _trial(group: dist.ProcessGroup, side: SideStream) -> str | None:
-    """One exchange both ways of carrying it; None where both receive the same."""
-    ranks = group.size()
-    received = []
-    try:
-        like = torch.empty(0, device="cuda")
-        for transport in (
-            AllToAll(group),
-            SymmetricMemory(group, side, ranks * 64 * like.element_size(), like.device),
-        ):
-            (sent,) = transport.empty([like], [(ranks, 64)])
-            sent.copy_(torch.arange(sent.numel(), device="cuda").view_as(sent) + group.rank() * sent.numel())
-            received.append(like.new_empty(ranks, 64))
-            for work in transport.start([sent], received[-1:], [1] * ranks, [1] * ranks):
-                work.wait()
-    except (RuntimeError, NotImplementedError) as error:
-        return f"a trial of it failed: {_line(error)}"
-    return None if torch.equal(*received) else "a trial of it received something else than NCCL's all-to-all"
-
-
-def _first_of_all(reason: str | None) -> str | None:
-    """The reason of the first rank of the world that has one."""
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    return next((each for each in reasons if each is not None), None)
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _try_out(memory: SymmetricMemory, group: dist.ProcessGroup) -> None:
+    """One exchange both ways of carrying it."""
+    ranks, received = group.size(), []
+    like = torch.empty(0, dtype=torch.uint8, device="cuda")
+    for transport in (AllToAll(group), memory):
+        (sent,) = transport.empty([like], [(ranks, ALIGNMENT_BYTES)])
+        sent.copy_(torch.arange(sent.numel(), device="cuda").view_as(sent) + group.rank() * sent.numel())
+        received.append(like.new_empty(ranks, ALIGNMENT_BYTES))
+        for work in transport.start([sent], received[-1:], [1] * ranks, [1] * ranks):
+            work.wait()
+    if not torch.equal(*received):
+        raise _Refused("a trial of it received something else than NCCL's all-to-all")

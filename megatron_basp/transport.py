@@ -38,6 +38,9 @@ class Transport(Protocol):
     ) -> Sequence[Work]:
         """Exchange all; sent_rows and received_rows are for, and from, each rank of the group."""
 
+    def close(self) -> None:
+        """Give back what it holds, before its group is destroyed."""
+
 
 class AllToAll:
     """The all-to-all of the group's backend, from and to any memory."""
@@ -75,6 +78,9 @@ class AllToAll:
         with dist._coalescing_manager(self._group, device, async_ops=True) as launch:
             start_all()
         return [launch]
+
+    def close(self) -> None:
+        pass
 
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -39,6 +39,7 @@ class _Tables:
         """A forward pre-hook of Megatron's `SelfAttention`, which its layers call with keywords."""
         angles = kwargs.get("rotary_pos_emb")
         if angles is None or not attention.core_attention.exchanges:
+            attention.core_attention.rotate_next(None)
             return None
         if not isinstance(angles, Tensor) or kwargs.get("inference_context") is not None:
             raise ValueError(
@@ -52,9 +53,9 @@ class _Tables:
         if self._latest is None or self._latest[0] is not angles:
             from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 
-            # The fused kernel that Megatron would have called has cosines and sines in fp32.
-            dtype = torch.float32 if config.apply_rope_fusion else config.params_dtype
             scale = yarn._yarn_get_concentration_factor_from_config(config)
+            # The fused kernel that Megatron would have called has cosines and sines in fp32; it knows no scale.
+            dtype = torch.float32 if config.apply_rope_fusion and scale == 1.0 else config.params_dtype
             rotary = Rotary.from_angles(angles, dtype, interleaved=config.rotary_interleaved, mscale=scale)
             self._latest = angles, rotary
         return self._latest[1]

@@ -95,6 +95,18 @@ class Settings:
         shape = self.attention
         return int(shape.query_key_value_bytes(tokens, group_size) + shape.output_bytes(tokens))
 
+    def part_bytes(self, group_size: int) -> frozenset[int]:
+        """What a rank sends to another of its group of K at once: of q, k, v and the output each, in any plan."""
+        shape, parts = self.attention, group_size * self.chunks[group_size]
+        widths = {
+            shape.heads // parts * shape.query_head_size,
+            shape.heads // parts * shape.value_head_size,
+            max(shape.kv_heads, group_size) // parts * shape.query_head_size,
+            max(shape.kv_heads, group_size) // parts * shape.value_head_size,
+        }
+        tokens = {share.tokens for plan in self.plans() for share in plan.shares(0) if share.group_size == group_size}
+        return frozenset(t * width * shape.element_bytes for t in tokens for width in widths)
+
     def with_placement(self, cp_groups: Sequence[Sequence[int]], domain_of_rank: Mapping[int, Hashable]) -> Settings:
         """The same with what was learnt of where ranks sit."""
         domain_size = aligned_domain_size(cp_groups, domain_of_rank)

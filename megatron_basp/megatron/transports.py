@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.megatron.settings import Settings
 from megatron_basp.process_groups import SequenceGroups
-from megatron_basp.symmetric_memory import SideStream, SymmetricMemory, probe
+from megatron_basp.symmetric_memory import Wanted, open_where_possible
 
 TRANSPORTS = ("auto", "nccl", "symmetric-memory")
 
@@ -28,19 +26,17 @@ def with_transports(
     """
     if settings.transport == "nccl":
         return groups, "the backend's all-to-all"
-    reasons = probe(groups.by_size, inside_a_domain)
+    wanted = {
+        size: Wanted(group, settings.in_flight_bytes(size), settings.part_bytes(size), inside_a_domain[size])
+        for size, group in groups.by_size.items()
+    }
+    opened, reasons = open_where_possible(wanted)
     if settings.transport == "symmetric-memory" and reasons:
         size, reason = next(iter(reasons.items()))
         raise ConfigurationError(
             f"--basp-transport symmetric-memory cannot carry the exchange of groups of K={size}: {reason}; use "
             f"--basp-transport auto, or nccl"
         )
-    usable = [size for size in groups.by_size if size not in reasons]
-    side = SideStream() if usable else None
-    device = torch.device("cuda", torch.cuda.current_device()) if usable else None
-    chosen = {
-        size: SymmetricMemory(groups.by_size[size], side, settings.in_flight_bytes(size), device) for size in usable
-    }
-    said = [f"K = {size}: symmetric memory, which a trial received the same by" for size in usable]
+    said = [f"K = {size}: symmetric memory, which a trial received the same by" for size in opened]
     said += [f"K = {size}: the backend's all-to-all, since {reason}" for size, reason in reasons.items()]
-    return replace(groups, transports=dict(groups.transports) | chosen), "; ".join(said)
+    return replace(groups, transports=dict(groups.transports) | opened), "; ".join(said)

@@ -1,5 +1,6 @@
 """The exchange through symmetric memory: a contract with torch's `all_to_all_nd`, played over gloo."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -14,7 +15,7 @@ from megatron_basp.ledger import Ledger
 from megatron_basp.megatron.transports import with_transports
 from megatron_basp.plan import PlanHolder
 from megatron_basp.sdpa import CausalSDPA
-from megatron_basp.symmetric_memory import SymmetricMemory, probe
+from megatron_basp.symmetric_memory import SymmetricMemory, Wanted, open_where_possible
 from tests.distributed.small_attention import GROUP_SIZES, RANKS, SCALE, Case, groups_of_all_ranks, stream_of
 from tests.distributed.symmetric import LateStream, symmetric_memory
 from tests.settings import small_settings
@@ -69,6 +70,8 @@ def both_ways(case, rank, groups, chunks=1, room=1.0):
             for size in case.plan().group_sizes
             if size > 1
         }
+        for size in sorted(transports):
+            transports[size].connect()
         found = train(case, rank, replace(groups, transports=transports), chunks)
     return found, expected, side.given, len(known)
 
@@ -112,6 +115,7 @@ def refusals(rank):
     said = []
     with symmetric_memory({group.group_name: group}):
         memory = SymmetricMemory(group, side, 1024, torch.device("cpu"))
+        memory.connect()
         like = torch.empty(0)
         for size, rows in ((4, [1, 1]), (8, [1, 3]), (10_000, [1, 1])):
             try:
@@ -135,61 +139,73 @@ def test_what_the_kernel_does_not_take_is_refused_and_names_the_remedy(on_ranks)
         assert all(text.endswith("use --basp-transport nccl") for text in (unequal, too_long, odd))
 
 
-def probed(rank):
+def opened(rank):
     groups = groups_of_all_ranks()
     inside = dict.fromkeys(groups.by_size, True)
-    over_gloo = probe(groups.by_size, inside)
-    try:
-        with_transports(groups, small_settings(transport="symmetric-memory"), inside)
-        asked = "accepted"
-    except ConfigurationError as error:
-        asked = str(error)
-    _, auto = with_transports(groups, small_settings(transport="auto"), inside)
-    same, plain = with_transports(groups, small_settings(), inside)
-    assert same is groups
+    settings = small_settings(3, ranks=RANKS, limits=Case(rows=3, heads=8, kv_heads=8).limits)
+
+    def said(transport, **changes):
+        try:
+            return with_transports(groups, replace(settings, transport=transport, **changes), inside)[1]
+        except ConfigurationError as error:
+            return str(error)
+
+    found = {name: said(name) for name in ("nccl", "auto", "symmetric-memory")}
+    odd = replace(settings.attention, query_head_size=3, value_head_size=3, element_bytes=2)
+    found["odd sizes"] = said("auto", attention=odd, seq_length=8)
+
+    def reasons(inside=inside):
+        """And by which K something is exchanged."""
+        wanted = {size: Wanted(group, 4096, frozenset({64}), inside[size]) for size, group in groups.by_size.items()}
+        memories, reasons = open_where_possible(wanted)
+        for memory in memories.values():
+            memory.close()
+        return sorted(memories), reasons
+
+    def zeros_from_rank_1(self, sent, *arguments):
+        if rank == 1 and self._group.size() == 2:
+            sent[0].zero_()
+        return start(self, sent, *arguments)
+
+    def no_memory_on_rank_1(self, group, *arguments):
+        if rank == 1 and group.size() == 2:
+            raise RuntimeError("no memory left")
+        make(self, group, *arguments)
+
     # From here on NCCL is played.
     world = {group.group_name: group for group in groups.by_size.values()}
-    patches = [
-        mock.patch.object(ours, "_missing", lambda: None),
-        mock.patch.object(ours, "SideStream", LateStream),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-    ]
     empty, arange = torch.empty, torch.arange
-    patches += [
-        mock.patch.object(torch, "empty", lambda *shape, device=None, **options: empty(*shape, **options)),
-        mock.patch.object(torch, "arange", lambda *ends, device=None, **options: arange(*ends, **options)),
-        symmetric_memory(world),
-    ]
-    for patch in patches:
-        patch.__enter__()
-    try:
-        crossing = probe(groups.by_size, {2: True, 4: False})
-        both = probe(groups.by_size, inside)
-        broken = SymmetricMemory.start
-
-        def fails_on_rank_1(self, sent, *arguments):
-            if rank == 1 and self._group.size() == 2:
-                sent[0].zero_()
-            return broken(self, sent, *arguments)
-
-        with mock.patch.object(SymmetricMemory, "start", fails_on_rank_1):
-            wrong = probe(groups.by_size, inside)
-    finally:
-        for patch in reversed(patches):
-            patch.__exit__(None, None, None)
-    return over_gloo, asked, auto, plain, crossing, both, wrong
+    start, make = SymmetricMemory.start, SymmetricMemory.__init__
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.object(ours, "_set_backend", lambda: None),
+            mock.patch.object(ours, "SideStream", LateStream),
+            mock.patch.object(torch.cuda, "current_device", lambda: 0),
+            mock.patch.object(torch, "empty", lambda *shape, device=None, **options: empty(*shape, **options)),
+            mock.patch.object(torch, "arange", lambda *ends, device=None, **options: arange(*ends, **options)),
+            symmetric_memory(world),
+        ):
+            stack.enter_context(patch)
+        found["both"] = reasons()
+        found["crossing"] = reasons({2: True, 4: False})
+        with mock.patch.object(SymmetricMemory, "start", zeros_from_rank_1):
+            found["wrong"] = reasons()
+        with mock.patch.object(SymmetricMemory, "__init__", no_memory_on_rank_1):
+            found["no memory"] = reasons()
+    return found
 
 
-def test_a_probe_says_on_all_ranks_alike_for_which_k_it_works_and_why_not(on_ranks):
-    results = on_ranks(probed, RANKS)
+def test_each_k_is_opened_or_refused_with_a_reason_on_all_ranks_alike(on_ranks):
+    results = on_ranks(opened, RANKS)
     assert all(result == results[0] for result in results)
-    over_gloo, asked, auto, plain, crossing, both, wrong = results[0]
-    assert over_gloo == dict.fromkeys((2, 4), "it needs NCCL, and the backend is gloo")
-    assert asked.startswith(
-        "--basp-transport symmetric-memory cannot carry the exchange of groups of K=2: it needs NCCL"
-    )
-    assert auto.startswith("K = 2: the backend's all-to-all, since it needs NCCL, and the backend is gloo; K = 4: ")
-    assert plain == "the backend's all-to-all"
-    assert crossing == {4: "its ranks are not all joined by fast links"}
-    assert both == {}
-    assert wrong == {2: "a trial of it received something else than NCCL's all-to-all"}
+    found = results[0]
+    over_gloo = "it needs NCCL, and the backend is gloo"
+    assert found["nccl"] == "the backend's all-to-all"
+    refused = f"--basp-transport symmetric-memory cannot carry the exchange of groups of K=2: {over_gloo}"
+    assert found["symmetric-memory"].startswith(refused)
+    assert found["auto"] == "; ".join(f"K = {k}: the backend's all-to-all, since {over_gloo}" for k in (2, 4))
+    assert "parts of 24 bytes are no multiple of 16" in found["odd sizes"]
+    assert found["both"] == ([2, 4], {})
+    assert found["crossing"] == ([2], {4: "its ranks are not all joined by fast links"})
+    assert found["wrong"] == ([4], {2: "a trial of it received something else than NCCL's all-to-all"})
+    assert found["no memory"] == ([4], {2: "no memory left"}), "and no rank waits for the one that has none"
