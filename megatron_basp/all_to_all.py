@@ -57,7 +57,7 @@ class ExchangeGroup:
         return self.tokens_per_rank[self.group.rank()]
 
     def range(self, function: str, operation: str, direction: Direction) -> Range:
-        return self.ranges.of(function, f"{operation} {direction} K={len(self.tokens_per_rank)}")
+        return self.ranges.of(function, f"{operation} {direction} K={self.size}")
 
 
 class InFlight:

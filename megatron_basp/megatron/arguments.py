@@ -15,7 +15,7 @@ from megatron_basp.cluster import ClusterSpec
 from megatron_basp.errors import ConfigurationError
 from megatron_basp.exchange_cost import AttentionShape, ExchangeModel
 from megatron_basp.library import named_cluster
-from megatron_basp.megatron.conditions import check_chunks, check_mapping, check_virtual_stages
+from megatron_basp.megatron.conditions import check_chunks, check_mapping, check_transport, check_virtual_stages
 from megatron_basp.megatron.fp8 import check_fp8
 from megatron_basp.megatron.offloading import check_offloading
 from megatron_basp.megatron.refusals import (
@@ -126,6 +126,7 @@ def settings_from_arguments(args: argparse.Namespace) -> Settings | None:
     refuse_unsupported_packing(args)
     refuse_unsupported_fsdp(args)
     check_offloading(args)
+    check_transport(args)
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ConfigurationError(

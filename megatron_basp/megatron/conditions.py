@@ -24,6 +24,15 @@ def check_mapping(args: argparse.Namespace) -> None:
         )
 
 
+def check_transport(args: argparse.Namespace) -> None:
+    """What is known without a device; the rest is tried out when groups are there."""
+    if args.basp_transport == "symmetric-memory" and args.distributed_backend != "nccl":
+        raise ConfigurationError(
+            f"--basp-transport symmetric-memory needs --distributed-backend nccl, got {args.distributed_backend}: use "
+            f"--basp-transport auto, or nccl, which is the backend's own all-to-all"
+        )
+
+
 def check_virtual_stages(args: argparse.Namespace, settings: Settings) -> None:
     """Megatron's own condition (`forward_backward_pipelining_with_interleaving`), which it meets with the first step,
     and with the first evaluation."""

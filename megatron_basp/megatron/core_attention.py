@@ -95,7 +95,7 @@ class MegatronBaspAttention(BaspAttention):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None
     ) -> torch.Tensor:
-        takes_them_apart = documents is not None or self.plan_holder.plan.group_sizes != (1,)
+        takes_them_apart = documents is not None or self.exchanges
         if self._offloads and self.training and takes_them_apart:
             keep_storage_of((query, key, value))
         return super()._attend(query, key, value, documents)

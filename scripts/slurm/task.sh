@@ -5,6 +5,14 @@ set -euo pipefail
 launcher=$1 ranks=$2 python=$3 rank_logs=$4
 shift 4
 
+# Kernels are compiled once a node, and not by all ranks of all nodes in the same home on a network file system. What is
+# loaded from there runs, so that nobody else may have put it there.
+TRITON_CACHE_DIR=${TMPDIR:-/tmp}/triton-$UID
+(umask 077 && mkdir -p "$TRITON_CACHE_DIR")
+[[ -O $TRITON_CACHE_DIR ]] || { echo "task.sh: $TRITON_CACHE_DIR belongs to somebody else: set TMPDIR" >&2; exit 2; }
+chmod 700 "$TRITON_CACHE_DIR"
+export TRITON_CACHE_DIR
+
 if [[ $launcher == torchrun ]]; then
     logs=()
     [[ -z $rank_logs ]] || logs=(--log-dir "$rank_logs/$SLURM_JOB_ID.node$SLURM_NODEID" --tee 3)

@@ -85,6 +85,7 @@ def megatron_like_parser():
     parser.add_argument("--num-attention-heads", type=int)
     parser.add_argument("--num-query-groups", type=int, default=1)
     parser.add_argument("--group-query-attention", action="store_true")
+    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
@@ -362,6 +363,7 @@ def test_a_batch_that_a_fixed_group_size_does_not_deal_out_is_refused_in_trainin
         "--basp-cluster a100-40gb-2x4",
         "--basp-ledger sent.json",
         "--basp-overlap-chunks 1",
+        "--basp-transport auto",
     ],
 )
 def test_our_flags_without_a_mode_are_refused_by_name(flag):
@@ -369,6 +371,11 @@ def test_our_flags_without_a_mode_are_refused_by_name(flag):
     message = refused(flag)
     assert message.startswith(f"{name} does nothing without {BASP}") and message.endswith(f"or drop {name}")
     accepted(f"{BASP} --micro-batch-size 2 {flag}")
+
+
+def test_symmetric_memory_without_nccl_is_refused_before_there_are_groups():
+    message = refused(f"{BASP} --micro-batch-size 2 --basp-transport symmetric-memory --distributed-backend gloo")
+    assert message.startswith("--basp-transport symmetric-memory needs --distributed-backend nccl, got gloo")
 
 
 @pytest.mark.parametrize("given", ["p2p", "a2a", "p2p a2a"])
