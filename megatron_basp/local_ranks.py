@@ -6,6 +6,7 @@ starts its ranks with torchrun.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -21,6 +22,9 @@ import torch
 import torch.multiprocessing as mp
 
 from megatron_basp.errors import ConfigurationError, RankFailed
+
+# Of a rank that died: what a traceback of a forked test run takes.
+LAST_LINES = 80
 
 
 def run_ranks[Result](function: Callable[[int], Result], ranks: int, log_folder: Path) -> list[Result]:
@@ -97,8 +101,11 @@ class StartedRanks[Result]:
             log = f"{self._log_folder}/rank{error.error_index}.log"
             raise RankFailed(f"{error.msg.strip()}\n(log: {log})") from None
         except mp.ProcessExitedException as error:
-            log = f"{self._log_folder}/rank{error.error_index}.log"
-            raise RankFailed(f"rank {error.error_index} ended with exit code {error.exit_code} (log: {log})") from None
+            log = self._log_folder / f"rank{error.error_index}.log"
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+            raise RankFailed(
+                f"rank {error.error_index} ended with exit code {error.exit_code} (log: {log}, which ends:)\n{end}"
+            ) from None
 
     def wait(self) -> None:
         while not self.are_over(timeout=None):
@@ -124,6 +131,8 @@ def _run_rank(
     # An interrupted rank ends without a word; the parent is interrupted too, and says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     redirect_output(log_folder / f"rank{rank}.log")
+    # Where a signal hits it, a rank says in its log where it was, in every thread.
+    faulthandler.enable(sys.stderr)
     # One thread a rank: more than cores, and ranks that wait for each other in collectives starve.
     torch.set_num_threads(1)
     result = function(rank)
