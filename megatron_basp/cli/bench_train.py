@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_basp.emulated.document import Document
     from megatron_basp.emulated.runs import Conditions, Runs
 
-PAUSE_MILLISECONDS = 1000.0
+PAUSE_MILLISECONDS = 2000.0
 
 DESCRIPTION = """
 Train a small Llama by Megatron's pretrain() on a cluster in a box, and measure a step of each mode: Ulysses, BASP, the
@@ -38,7 +38,7 @@ long as the link would have taken. Each row says which it was.
 EXAMPLES = """
 examples:
   megatron-basp bench train --cluster 2x4 --link-mbit 500
-  megatron-basp bench train --cluster 2x4 --link-mbit 100,200,500 --compute sleep    few cores: attention is a pause
+  megatron-basp bench train --cluster 2x4 --link-mbit 30,50,100 --compute sleep    few cores: attention is a pause
   megatron-basp bench train --cluster 2x2 --link-mbit 200 -- --seq-length 2048 --micro-batch-size 4
   torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m megatron_basp.cli.main \\
       bench train --warm-up 5 --iterations 30 -- [Megatron's flags of your model]

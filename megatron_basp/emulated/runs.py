@@ -27,6 +27,8 @@ CPU_FLAGS = """
     --distributed-backend gloo --micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --num-workers 0
     --split 100,0,0
 """
+# Where attention is a pause its length is given, and copies inside of nodes should take little beside it: short rows.
+SLEEP_FLAGS = "--seq-length 256"
 MOCK_DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "511"]
 # What the command itself decides, or the figures would not be what they are called.
 OWN_FLAGS = ("--sequence-parallel-mode", "--context-parallel-size", "--train-iters", "--basp-domain-size")
@@ -95,7 +97,8 @@ def plan_runs(words: Sequence[str], conditions: Conditions, data_flags: Callable
     from megatron_basp.megatron.arguments import settings_from_arguments
     from megatron_basp.megatron.command_line import CommandLine
 
-    line = CommandLine([*([] if conditions.on_gpu else CPU_FLAGS.split()), *words])
+    own_flags = "" if conditions.on_gpu else CPU_FLAGS if conditions.pause_seconds is None else CPU_FLAGS + SLEEP_FLAGS
+    line = CommandLine([*own_flags.split(), *words])
     _check(CommandLine(words), line.args)
     line.set("--train-iters", conditions.steps)
     line.set("--eval-iters", 0)

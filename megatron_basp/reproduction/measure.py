@@ -21,7 +21,7 @@ from megatron_basp.reproduction.modelled import ModelledCase, target_shares
 
 # Nearer than that, another run would not be worth its minutes; a run counts up to `SHARE_TOLERANCE`.
 AIM = 0.02
-SWEEP, LEAST_MBIT, MOST_MBIT = (100, 200, 400, 800), 10, 20000
+SWEEP, LEAST_MBIT, MOST_MBIT = (30, 100), 5, 20000
 # Of two rates that differ by less, the second run would only repeat the first.
 SAME_RATE = 0.1
 
