@@ -40,7 +40,7 @@ goes on from the last one, and runs that have ended are not run again.
 EPILOG = """
 examples:
   megatron-basp demo
-  megatron-basp demo --iterations 800 --save-interval 50 --out runs/loss-800     losses as in docs/results.md
+  megatron-basp demo --iterations 800 --save-interval 400 --out runs/loss-800    losses as in docs/results.md
   megatron-basp demo --micro-batch-size 3 --text book.txt
 
 exit status: 0; 1 a mode's losses are not the reference's, or a rank failed; 2 bad input (one line on stderr).
